@@ -1,0 +1,92 @@
+"""The host kernels as JAX operations on the CPU backend: thin wrappers of the XLA FFI handlers.
+
+All work under jit, scan and vmap (sequential). Arrays of all layers go in whole, with the layer as an operand.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float16, Int32, UInt8, UInt32
+
+
+class Correction(NamedTuple):
+    """What a residual correction reads: one step of one layer."""
+
+    x: Float[Array, "T D"]  # float32, the experts' input
+    expert_ids: Int32[Array, "T k"]  # -1 = no expert (padded or finished row)
+    expert_weights: Float[Array, "T k"]  # routing weights
+    u0: Float[Array, "T k F"]  # base-only values of every pair
+    v0: Float[Array, "T k F"]
+    h0: Float[Array, "T k F"]
+    critical_mask: Bool[Array, "T k F"]  # True = corrected
+    layer: Int32[Array, ""]  # counts layers with experts
+
+
+def base_gate_up(
+    x: Float[Array, "T D"],
+    expert_ids: Int32[Array, "T k"],
+    layer: Int32[Array, ""],
+    codes: UInt8[Array, "L E 3 F P"],
+    scale: Float16[Array, "L E 3 F G"],
+    offset: Float16[Array, "L E 3 F G"],
+    *,
+    bits: int,
+    exact: bool,
+) -> tuple[Float[Array, "T k F"], Float[Array, "T k F"], Float[Array, "T k F"]]:
+    """Compute u0 = B1 x, v0 = B3 x, h0 = silu(u0) v0 of every routed pair.
+
+    Args:
+      exact: float32 activations; False = int8 with a scale a group of 64.
+    """
+    out = jax.ShapeDtypeStruct((*expert_ids.shape, codes.shape[3]), jnp.float32)
+    call = jax.ffi.ffi_call("rapidmoe_base_gate_up", (out, out, out), vmap_method="sequential")
+    u0, v0, h0 = call(x, expert_ids, layer, codes, scale, offset, bits=np.int64(bits), exact=exact)
+    return u0, v0, h0
+
+
+def base_down(
+    h0: Float[Array, "T k F"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float[Array, "T k"],
+    layer: Int32[Array, ""],
+    codes: UInt8[Array, "L E 3 F P"],
+    scale: Float16[Array, "L E 3 F G"],
+    offset: Float16[Array, "L E 3 F G"],
+    *,
+    bits: int,
+) -> Float[Array, "T D"]:
+    """Compute y_base = sum over a token's slots of weight * B2 h0."""
+    out = jax.ShapeDtypeStruct((h0.shape[0], scale.shape[-1] * 64), jnp.float32)
+    call = jax.ffi.ffi_call("rapidmoe_base_down", out, vmap_method="sequential")
+    return call(h0, expert_ids, expert_weights, layer, codes, scale, offset, bits=np.int64(bits))
+
+
+def residual_start(request: Correction, *, store: int, exact: bool) -> UInt32[Array, ""]:
+    """Hand a correction to the worker pool and return its ticket without waiting.
+
+    Args:
+      store: handle from SplitCheckpoint.open_residual.
+      exact: float32 activations; False = int8.
+    """
+    call = jax.ffi.ffi_call(
+        "rapidmoe_residual_start",
+        jax.ShapeDtypeStruct((), jnp.uint32),
+        has_side_effect=True,
+        vmap_method="sequential",
+    )
+    return call(*request, store=np.int64(store), exact=exact)
+
+
+def residual_done(
+    ticket: UInt32[Array, ""], request: Correction, y_base: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], Int32[Array, " 2"]]:
+    """Wait for a correction.
+
+    Returns: y_base + delta, and [records read, unit-tokens corrected] as the kernel counted them.
+    """
+    out = (jax.ShapeDtypeStruct(y_base.shape, jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    call = jax.ffi.ffi_call("rapidmoe_residual_done", out, has_side_effect=True, vmap_method="sequential")
+    y, counts = call(ticket, y_base, *request[:-1])
+    return y, counts

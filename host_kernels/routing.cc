@@ -1,0 +1,94 @@
+#include "routing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace rapidmoe {
+
+void Groups::fill(const Step& step, int64_t num_experts) {
+  count_.assign(num_experts + 1, 0);
+  for (int64_t p = 0; p < step.pairs(); ++p) {
+    const int32_t e = step.experts[p];
+    if (e < -1 || e >= num_experts)
+      throw std::invalid_argument("expert id " + std::to_string(e) + " of token " + std::to_string(p / step.slots) +
+                                  ", slot " + std::to_string(p % step.slots) + " is outside [-1, " +
+                                  std::to_string(num_experts) + ")");
+    if (e >= 0) ++count_[e];
+  }
+  experts.clear();
+  begin.assign(1, 0);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t n = count_[e];
+    count_[e] = begin.back();
+    if (n == 0) continue;
+    experts.push_back(int32_t(e));
+    begin.push_back(begin.back() + n);
+  }
+  pairs.resize(begin.back());
+  for (int64_t p = 0; p < step.pairs(); ++p)
+    if (step.experts[p] >= 0) pairs[count_[step.experts[p]]++] = int32_t(p);
+}
+
+float* Buffer::at_least(int64_t floats) {
+  if (floats > size_) {
+    data_.reset();
+    data_.reset(static_cast<float*>(operator new[](floats * sizeof(float), std::align_val_t(64))));
+    size_ = floats;
+  }
+  return data_.get();
+}
+
+void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact) {
+  const int64_t groups = step.width / kGroup;
+  tokens_.resize(step.tokens);
+  if (!exact) q_.resize(step.tokens * step.width);
+  float* scales = exact ? nullptr : scales_.at_least(step.tokens * groups * 2);
+  for (int64_t t = 0; t < step.tokens; ++t)
+    tokens_[t] = {step.x + t * step.width, exact ? nullptr : q_.data() + t * step.width,
+                  exact ? nullptr : scales + t * groups * 2, exact ? nullptr : scales + t * groups * 2 + groups};
+  if (exact) return;
+  const int64_t chunk = 8;
+  pool.run((step.tokens + chunk - 1) / chunk, [&](int64_t part) {
+    for (int64_t t = part * chunk; t < std::min(step.tokens, (part + 1) * chunk); ++t)
+      rows.quantize(tokens_[t].x, step.width, q_.data() + t * step.width, scales + t * groups * 2,
+                    scales + t * groups * 2 + groups);
+  });
+}
+
+int64_t PartialSums::parts_for(int64_t units, int64_t tokens, int64_t width) {
+  const int64_t by_work = units / 16, by_memory = (int64_t(64) << 20) / std::max<int64_t>(1, tokens * width * 4);
+  return std::max<int64_t>(1, std::min<int64_t>({32, by_work, by_memory}));
+}
+
+void PartialSums::start(int64_t parts, int64_t tokens, int64_t width) {
+  parts_ = parts, tokens_ = tokens, width_ = width;
+  sums_ = data_.at_least(parts * tokens * width);
+}
+
+float* PartialSums::part(int64_t p) { return sums_ + p * tokens_ * width_; }
+
+void PartialSums::clear(int64_t p) { std::memset(part(p), 0, tokens_ * width_ * sizeof(float)); }
+
+void PartialSums::add_into(Pool& pool, const float* base, float* out) const {
+  const int64_t total = tokens_ * width_, chunk = 16384;
+  pool.run((total + chunk - 1) / chunk, [&](int64_t c) {
+    const int64_t first = c * chunk, last = std::min(total, first + chunk);
+    if (!base) {
+      std::memset(out + first, 0, (last - first) * sizeof(float));
+    } else if (base != out) {
+      std::memcpy(out + first, base + first, (last - first) * sizeof(float));
+    }
+    for (int64_t p = 0; p < parts_; ++p) {
+      const float* sum = sums_ + p * total;
+      for (int64_t i = first; i < last; ++i) out[i] += sum[i];
+    }
+  });
+}
+
+float silu(float u) { return u / (1.0f + std::exp(-u)); }
+
+}  // namespace rapidmoe

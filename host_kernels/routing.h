@@ -1,0 +1,80 @@
+// What the base and the residual kernels share: pairs grouped by expert, activations in int8, partial sums.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "layout.h"
+#include "pool.h"
+#include "rows.h"
+
+namespace rapidmoe {
+
+// A step's shape: T tokens of width D, k routed slots each; pair p = token * k + slot.
+struct Step {
+  int64_t tokens, slots, width;
+  const float* x;           // [T, D]
+  const int32_t* experts;   // [T, k] expert ids; -1 = no expert (a padded or finished row)
+  int64_t pairs() const { return tokens * slots; }
+};
+
+// Pairs grouped by expert, experts ascending, pairs ascending within one.
+struct Groups {
+  std::vector<int32_t> experts;  // [A] active experts
+  std::vector<int64_t> begin;    // [A + 1] into pairs
+  std::vector<int32_t> pairs;
+  // Throws std::invalid_argument naming the pair if an id is not in [-1, num_experts).
+  void fill(const Step& step, int64_t num_experts);
+
+ private:
+  std::vector<int64_t> count_;
+};
+
+// A grow-only float buffer on a cache line.
+class Buffer {
+ public:
+  float* at_least(int64_t floats);
+
+ private:
+  struct Free {
+    void operator()(float* p) const { operator delete[](p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> data_;
+  int64_t size_ = 0;
+};
+
+// The step's tokens in float32 and int8.
+class Activations {
+ public:
+  // exact: leave the int8 form empty.
+  void fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact);
+  const Activation* operator[](int64_t token) const { return &tokens_[token]; }
+
+ private:
+  std::vector<int8_t> q_;
+  Buffer scales_;
+  std::vector<Activation> tokens_;
+};
+
+// Sums over units, split in parts of fixed number and order, so that the result does not depend on which
+// thread ran which part.
+class PartialSums {
+ public:
+  // Parts for `units` rows of work on [tokens, width]: a function of the shapes alone.
+  static int64_t parts_for(int64_t units, int64_t tokens, int64_t width);
+  void start(int64_t parts, int64_t tokens, int64_t width);
+  int64_t parts() const { return parts_; }
+  float* part(int64_t p);  // [T, D], zeroed by the caller's part
+  void clear(int64_t p);
+  // out = base + the sum of all parts; base may be null (zero) or out itself.
+  void add_into(Pool& pool, const float* base, float* out) const;
+
+ private:
+  Buffer data_;
+  float* sums_ = nullptr;
+  int64_t parts_ = 0, tokens_ = 0, width_ = 0;
+};
+
+float silu(float u);
+
+}  // namespace rapidmoe

@@ -1,0 +1,147 @@
+// Scalar row kernels: the definition. Slow and plain on purpose.
+#include <cmath>
+#include <cstring>
+
+#include "layout.h"
+#include "rows.h"
+
+namespace rapidmoe {
+namespace {
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  if (exponent == 0) {
+    const float tiny = std::ldexp(float(fraction), -24);
+    return sign ? -tiny : tiny;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+int plane_code(const uint8_t* plane, int n, int64_t i) {
+  const int64_t group = i / kGroup, e = i % kGroup;
+  const int64_t byte = group * 8 * n + e % (8 * n);
+  return (plane[byte] >> (n * (e / (8 * n)))) & ((1 << n) - 1);
+}
+
+template <int bits>
+int code_at(const uint8_t* codes, int64_t d, int64_t i) {
+  if constexpr (bits == 3) return plane_code(codes, 2, i) | plane_code(codes + row_bytes(2, d), 1, i) << 2;
+  return plane_code(codes, bits, i);
+}
+
+template <int bits>
+float offset_at(const Row& row, int64_t g) {
+  if (row.offset) return half_to_float(row.offset[g]);
+  return half_to_float(row.scale[g]) * (-0.5f * ((1 << bits) - 1));
+}
+
+template <int bits>
+void dot_i8(const Row& row, int64_t d, int64_t n, const Activation* const* x, float* out) {
+  for (int64_t t = 0; t < n; ++t) {
+    float total = 0;
+    for (int64_t g = 0; g < d / kGroup; ++g) {
+      int32_t dot = 0;
+      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) dot += code_at<bits>(row.codes, d, i) * x[t]->q[i];
+      total += half_to_float(row.scale[g]) * x[t]->scale[g] * float(dot) + offset_at<bits>(row, g) * x[t]->sum[g];
+    }
+    out[t] = total;
+  }
+}
+
+template <int bits>
+void dequantize(const Row& row, int64_t d, float* w) {
+  for (int64_t i = 0; i < d; ++i) {
+    const int64_t g = i / kGroup;
+    w[i] = half_to_float(row.scale[g]) * float(code_at<bits>(row.codes, d, i)) + offset_at<bits>(row, g);
+  }
+}
+
+template <int bits>
+void dot_f32(const Row& row, int64_t d, int64_t n, const Activation* const* x, float* out) {
+  for (int64_t t = 0; t < n; ++t) {
+    float total = 0;
+    for (int64_t g = 0; g < d / kGroup; ++g) {
+      float dot = 0, sum = 0;
+      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
+        dot += float(code_at<bits>(row.codes, d, i)) * x[t]->x[i];
+        sum += x[t]->x[i];
+      }
+      total += half_to_float(row.scale[g]) * dot + offset_at<bits>(row, g) * sum;
+    }
+    out[t] = total;
+  }
+}
+
+template <int bits>
+void add(const Row& row, float a, int64_t d, float* acc) {
+  for (int64_t i = 0; i < d; ++i) {
+    const int64_t g = i / kGroup;
+    acc[i] += a * (half_to_float(row.scale[g]) * float(code_at<bits>(row.codes, d, i)) + offset_at<bits>(row, g));
+  }
+}
+
+template <int base_bits, int residual_bits>
+void add_pair(const Row& base, float a, const Row& residual, float b, int64_t d, float* acc) {
+  add<base_bits>(base, a, d, acc);
+  add<residual_bits>(residual, b, d, acc);
+}
+
+void add_f32(const float* w, float a, int64_t d, float* acc) {
+  for (int64_t i = 0; i < d; ++i) acc[i] += a * w[i];
+}
+
+void quantize(const float* x, int64_t d, int8_t* q, float* scale, float* sum) {
+  for (int64_t g = 0; g < d / kGroup; ++g) {
+    float largest = 0, poison = 0;  // poison: 0, or NaN where any value is NaN or Inf
+    for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
+      poison += x[i] * 0.0f;
+      if (std::fabs(x[i]) > largest) largest = std::fabs(x[i]);
+    }
+    const float step = largest / 127.0f;
+    const float inverse = step >= 1e-37f && poison == 0 ? 1.0f / step : 0.0f;
+    int32_t total = 0;
+    for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
+      q[i] = inverse == 0.0f ? 0 : int8_t(std::nearbyintf(x[i] * inverse));
+      total += q[i];
+    }
+    scale[g] = step + poison;
+    sum[g] = scale[g] * float(total);
+  }
+}
+
+}  // namespace
+
+const RowKernels& rows_scalar() {
+  static const RowKernels table = {
+      "scalar",
+      quantize,
+      {nullptr, nullptr, dot_i8<2>, dot_i8<3>, dot_i8<4>},
+      {nullptr, nullptr, dot_f32<2>, dot_f32<3>, dot_f32<4>},
+      {nullptr, nullptr, dequantize<2>, dequantize<3>, dequantize<4>},
+      {{},
+       {},
+       {nullptr, nullptr, add_pair<2, 2>, nullptr, add_pair<2, 4>},
+       {nullptr, nullptr, add_pair<3, 2>, nullptr, add_pair<3, 4>},
+       {nullptr, nullptr, add_pair<4, 2>, nullptr, add_pair<4, 4>}},
+      {nullptr, nullptr, add<2>, add<3>, add<4>},
+      add_f32};
+  return table;
+}
+
+const RowKernels* find_rows(const char* name) {
+  const bool automatic = std::strcmp(name, "auto") == 0;
+  if (automatic || std::strcmp(name, "avx512") == 0) {
+    if (const RowKernels* rows = rows_avx512()) return rows;
+    if (!automatic) return nullptr;
+  }
+  if (automatic || std::strcmp(name, "avx2") == 0) {
+    if (const RowKernels* rows = rows_avx2()) return rows;
+    if (!automatic) return nullptr;
+  }
+  return automatic || std::strcmp(name, "scalar") == 0 ? &rows_scalar() : nullptr;
+}
+
+}  // namespace rapidmoe

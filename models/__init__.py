@@ -1,0 +1,23 @@
+"""Flax model definitions. `family(model_type)` is the only registry: model_type -> the family's module."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from rapidmoe_jax.config import ModelConfig
+from rapidmoe_jax.models import qwen_moe
+
+FAMILIES: dict[str, ModuleType] = {"qwen3_moe": qwen_moe}
+
+
+def family(config: Mapping[str, Any]) -> ModuleType:
+    """Give the module of a config.json's family. Raises ValueError if it is unknown."""
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"config.json: model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Turn a published config.json into a ModelConfig. Raises ValueError as the family does."""
+    return family(config).read_config(config)

@@ -1,0 +1,149 @@
+"""The decoder all families share: embedding, layers, final norm, head.
+
+Layers are NNX modules, defined one by one and stored stacked: a run of equal layers is one scan over their stacked
+parameters. The step is a pure function of (parameters, experts, cache, tokens), for jax.jit.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from rapidmoe_jax.cache import KVCache
+from rapidmoe_jax.config import ModelConfig
+from rapidmoe_jax.experts import FloatExperts, SplitExperts
+from rapidmoe_jax.models.blocks import MLP, Attention, Linear, RMSNorm, rms_norm, rope_table
+from rapidmoe_jax.moe import MoEStats, StepContext, moe_layer
+from rapidmoe_jax.policy import Policy
+
+
+class MoE(nnx.Module):
+    """Router and routed experts. The experts' weights come in with the call: they are no parameters of a layer."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        self.router = Linear(cfg.width, cfg.num_experts, rngs=rngs)
+        self.top_k, self.norm_topk_prob = cfg.top_k, cfg.norm_topk_prob
+
+    def route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float[Array, "T k"]]:
+        """Choose experts: softmax over all, in float32, then the k largest. Returns expert_ids, expert_weights."""
+        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, ids = jax.lax.top_k(probabilities, self.top_k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return ids.astype(jnp.int32), weights
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP or experts, each on the normed stream and added to it."""
+
+    def __init__(self, cfg: ModelConfig, *, moe: bool, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(cfg.width, cfg.rms_norm_eps)
+        self.attn = Attention(cfg, rngs=rngs)
+        self.mlp_norm = RMSNorm(cfg.width, cfg.rms_norm_eps)
+        self.mlp = MoE(cfg, rngs=rngs) if moe else MLP(cfg, rngs=rngs)
+
+    def __call__(
+        self,
+        stream: Float[Array, "B C D"],
+        step: "Step",
+        cache: KVCache,
+        layer: Int32[Array, ""],
+        moe: Int32[Array, ""],
+    ) -> tuple[Float[Array, "B C D"], KVCache, MoEStats]:
+        """Run one layer. layer counts all layers, moe those with experts."""
+        with jax.named_scope("attention"):
+            mixed, cache = self.attn(self.attn_norm(stream), step.start, step.rope, cache, layer)
+        stream = stream + mixed
+        x = self.mlp_norm(stream)
+        if isinstance(self.mlp, MLP):
+            return stream + self.mlp(x), cache, MoEStats.zero()
+        with jax.named_scope("experts"):
+            flat = x.reshape(-1, x.shape[-1])
+            square = jnp.square(stream.astype(jnp.float32)).sum(-1).reshape(-1)
+            ids, weights = self.mlp.route(flat)
+            y, stats = moe_layer(flat, square, ids, weights, moe, step.experts, step.policy, step.context)
+        return stream + y.reshape(x.shape).astype(stream.dtype), cache, stats
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is the same for all layers of a step."""
+
+    start: Int32[Array, " B"]
+    rope: tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]]
+    experts: FloatExperts | SplitExperts
+    policy: Policy
+    context: StepContext
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["embed", "norm", "head", "runs"], meta_fields=[])
+@dataclass(frozen=True)
+class DecoderParams:
+    """Parameters of a decoder but its routed experts, as a pytree."""
+
+    embed: Float[Array, "V D"]
+    norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | None  # None: tied to the embedding
+    runs: list[Any]  # one stacked NNX state a run of equal layers
+
+
+def layer_runs(cfg: ModelConfig) -> list[tuple[bool, int, int]]:
+    """Group layers in runs of one kind: (has experts, first layer, number of layers)."""
+    runs: list[tuple[bool, int, int]] = []
+    for layer, moe in enumerate(cfg.moe_layers):
+        if runs and runs[-1][0] == moe:
+            runs[-1] = (moe, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((moe, layer, 1))
+    return runs
+
+
+def abstract_layer(cfg: ModelConfig, *, moe: bool) -> tuple[Any, Any]:
+    """Give (graphdef, abstract state) of a layer without making its arrays."""
+    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, moe=moe, rngs=nnx.Rngs(0))))
+
+
+def decoder_step(
+    cfg: ModelConfig,
+    params: DecoderParams,
+    experts: FloatExperts | SplitExperts,
+    cache: KVCache,
+    tokens: Int32[Array, "B C"],
+    start: Int32[Array, " B"],
+    policy: Policy,
+    context: StepContext,
+) -> tuple[Float[Array, "B C D"], KVCache, MoEStats]:
+    """Run C new tokens of each row through all layers.
+
+    Args:
+      cfg: static.
+      start: slot of each row's first new token; start[b] + C must not pass the cache's end.
+      context: live and priority are [B * C], row by row.
+    Returns: the normed stream after the last layer, the cache with the new tokens, what the residual did.
+    """
+    positions = start[:, None] + jnp.arange(tokens.shape[1])
+    step = Step(start, rope_table(positions, cfg.head_dim, cfg.rope_theta), experts, policy, context)
+    stream = params.embed[tokens]
+    stats = MoEStats.zero()
+    for (moe, first, count), state in zip(layer_runs(cfg), params.runs, strict=True):
+        graphdef, _ = abstract_layer(cfg, moe=moe)
+        before = sum(cfg.moe_layers[:first])
+
+        def body(carry, layer_state, graphdef=graphdef, first=first, before=before):
+            stream, cache, stats, i = carry
+            layer = nnx.merge(graphdef, layer_state)
+            stream, cache, new = layer(stream, step, cache, first + i, before + i)
+            return (stream, cache, MoEStats(*(a + b for a, b in zip(stats, new, strict=True))), i + 1), None
+
+        (stream, cache, stats, _), _ = jax.lax.scan(body, (stream, cache, stats, jnp.int32(0)), state, length=count)
+    return rms_norm(stream, params.norm, cfg.rms_norm_eps), cache, stats
+
+
+def decoder_logits(params: DecoderParams, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+    """Apply the head: float32 logits."""
+    head = params.embed if params.head is None else params.head
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)

@@ -1,0 +1,130 @@
+"""Bring a checkpoint into memory: a published folder as the float model, or a split one as base and residual."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rapidmoe_jax.checkpoint import Checkpoint
+from rapidmoe_jax.config import ModelConfig
+from rapidmoe_jax.experts import EXECUTORS, FloatExperts, SplitExperts
+from rapidmoe_jax.host_kernels import _host
+from rapidmoe_jax.models import family, read_config
+from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, layer_runs
+from rapidmoe_jax.resplit import check_tensors, expert_names, read_dense, read_expert
+from rapidmoe_jax.store import SplitCheckpoint
+
+
+def load_params(
+    cfg: ModelConfig, read_globals: Callable[[], dict], read_layer: Callable[[int], dict], dtype: Any
+) -> DecoderParams:
+    """Build the dense parameters from two readers of (our path -> array), one layer in memory beside the result."""
+    shared = {path: jnp.asarray(value, dtype) for path, value in read_globals().items()}
+    runs = []
+    for moe, first, count in layer_runs(cfg):
+        _, state = abstract_layer(cfg, moe=moe)
+        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+        stacked = {path: np.empty((count, *leaf.shape), np.dtype(dtype)) for path, leaf in flat.items()}
+        for i in range(count):
+            layer = read_layer(first + i)
+            for path, into in stacked.items():
+                into[i] = layer[path]
+        runs.append(_fill(state, {path: _to_device(value) for path, value in stacked.items()}))
+    return DecoderParams(embed=shared["embed"], norm=shared["norm"], head=shared.get("head"), runs=runs)
+
+
+def _fill(state: Any, arrays: dict[str, jax.Array]) -> Any:
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in flat])
+
+
+def _to_device(value: np.ndarray) -> jax.Array:
+    """Move to the default device; on the CPU an aligned array is taken as it is, without a copy."""
+    return jax.device_put(value, may_alias=True)
+
+
+def load_float(folder: Path, dtype: Any) -> tuple[ModelConfig, DecoderParams, FloatExperts]:
+    """Load a published folder unsplit, experts in float32."""
+    checkpoint = Checkpoint(folder)
+    fam = family(checkpoint.config)
+    cfg = fam.read_config(checkpoint.config)
+    check_tensors(checkpoint, fam, cfg)
+    params = load_params(
+        cfg,
+        lambda: read_dense(checkpoint, fam.global_tensors(cfg), keep_float=True),
+        lambda layer: read_dense(checkpoint, fam.layer_tensors(cfg, layer), keep_float=True),
+        dtype,
+    )
+    weights = np.empty((cfg.num_moe_layers, cfg.num_experts, 3, cfg.expert_size, cfg.width), np.float32)
+    for i, layer in enumerate(_moe_layers(cfg)):
+        for expert, names in enumerate(expert_names(fam, cfg, layer)):
+            weights[i, expert] = read_expert(checkpoint, names)
+    return cfg, params, FloatExperts(_to_device(weights))
+
+
+def _moe_layers(cfg: ModelConfig) -> list[int]:
+    return [layer for layer, moe in enumerate(cfg.moe_layers) if moe]
+
+
+def load_split(
+    folder: Path, dtype: Any, *, executor: str, exact: bool, verify: bool
+) -> tuple[ModelConfig, DecoderParams, SplitExperts]:
+    """Load a split checkpoint: base to the device, residual mapped for the host kernels.
+
+    Peak memory: the payload and one layer. executor "off" does not touch the residual files.
+    """
+    checkpoint = SplitCheckpoint(folder)
+    if verify:
+        checkpoint.verify()
+    cfg = read_config(checkpoint.metadata["config"])
+    params = load_params(cfg, checkpoint.restore_globals, checkpoint.restore_dense, dtype)
+    base: dict[str, np.ndarray] = {}
+    for i, layer in enumerate(_moe_layers(cfg)):
+        for name, value in checkpoint.restore_base(layer).items():
+            if name not in base:
+                base[name] = np.empty((cfg.num_moe_layers, *value.shape), value.dtype)
+            base[name][i] = value
+    split = checkpoint.split
+    record = _host.record_layout(split.base_bits, split.residual_bits, cfg.width)["bytes"]
+    experts = SplitExperts(
+        **{name: _to_device(value) for name, value in base.items()},
+        layer_weight=jnp.asarray(checkpoint.metadata["lambda"], jnp.float32),
+        calibrated=jnp.asarray(checkpoint.metadata["lambda_calibrated"]),
+        records=_read_records(checkpoint, cfg, record) if executor == "reference" else None,
+        base_bits=split.base_bits,
+        residual_bits=split.residual_bits,
+        record_bytes=record,
+        store=checkpoint.open_residual(cfg) if executor in ("host", "callback") else -1,
+        executor=executor,
+        base_kernel="host" if jax.default_backend() == "cpu" and executor != "reference" else "reference",
+        exact=exact,
+    )
+    if experts.store >= 0:
+        weakref.finalize(experts, _host.close_store, experts.store)
+    return cfg, params, experts
+
+
+def _read_records(checkpoint: SplitCheckpoint, cfg: ModelConfig, record: int) -> jax.Array:
+    _host.close_store(checkpoint.open_residual(cfg))  # checks headers and sizes
+    files = [np.fromfile(path, np.uint8, offset=_host.HEADER_BYTES) for path in checkpoint.residual_paths]
+    return jnp.asarray(np.stack(files).reshape(len(files), cfg.num_experts, cfg.expert_size, record))
+
+
+def choose_executor(executor: str | None) -> str:
+    """Pick the executor: the asked one or the best of this backend.
+
+    Raises: ValueError if it is unknown or cannot run here.
+    """
+    cpu = jax.default_backend() == "cpu"
+    if executor is None:
+        return "host" if cpu else "callback"
+    if executor not in EXECUTORS:
+        raise ValueError(f"executor={executor!r} is unknown; use one of {', '.join(EXECUTORS)}")
+    if executor == "host" and not cpu:
+        raise ValueError(f"executor='host' runs on the cpu backend, not on {jax.default_backend()}; use 'callback'")
+    return executor

@@ -1,0 +1,153 @@
+"""The mixture-of-experts layer: route, base, critical set, correction, combine.
+
+    y = sum over slots of weight * expert(x)  =  y_base + delta
+
+Flow of a split layer: gate/up from the base -> policy -> start the correction -> down from the base -> done.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from rapidmoe_jax import residual
+from rapidmoe_jax.experts import FloatExperts, SplitExperts
+from rapidmoe_jax.host_kernels import ops
+from rapidmoe_jax.pallas import reference
+from rapidmoe_jax.policy import LayerStep, NoCorrection, Policy, count_units, unit_error
+
+
+class MoEStats(NamedTuple):
+    """What the residual did in one or more layer steps."""
+
+    units: Int32[Array, ""]  # records read, each once a step
+    unit_tokens: Int32[Array, ""]  # (token, unit) corrections
+    error: Float[Array, ""]  # predicted squared error of the base, weight^2 ne summed
+    corrected: Float[Array, ""]  # the part of it that the critical set covers
+
+    @staticmethod
+    def zero() -> "MoEStats":
+        """Nothing done."""
+        return MoEStats(jnp.int32(0), jnp.int32(0), jnp.float32(0), jnp.float32(0))
+
+
+class StepContext(NamedTuple):
+    """What a layer needs to know of the step besides its activations."""
+
+    live: Bool[Array, " T"]  # False: a padded or finished row; no expert runs for it
+    priority: Float[Array, " T"]  # pi_t of the policies
+    per_token: bool = False  # True: each token is a step of its own for the policy, as in decoding one by one
+
+
+def moe_layer(
+    x: Float[Array, "T D"],
+    stream_square: Float[Array, " T"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float[Array, "T k"],
+    layer: Int32[Array, ""],
+    experts: FloatExperts | SplitExperts,
+    policy: Policy,
+    context: StepContext,
+) -> tuple[Float[Array, "T D"], MoEStats]:
+    """Run the routed experts of one layer.
+
+    Args:
+      x: the experts' input, float32 or bfloat16; results are float32.
+      stream_square: |x_t|^2 of the stream entering the block, before its norm.
+      expert_ids, expert_weights: from the family's router.
+      layer: counts layers with experts.
+    """
+    x = x.astype(jnp.float32)
+    expert_ids = jnp.where(context.live[:, None], expert_ids, -1)
+    expert_weights = jnp.where(expert_ids >= 0, expert_weights, 0).astype(jnp.float32)
+    if isinstance(experts, FloatExperts):
+        return float_experts(x, expert_ids, expert_weights, experts.weights[layer]), MoEStats.zero()
+
+    base = (layer, experts.codes, experts.scale, experts.offset)
+    bits = experts.base_bits
+    host = experts.base_kernel == "host"
+    if host:
+        u0, v0, h0 = ops.base_gate_up(x, expert_ids, *base, bits=bits, exact=experts.exact)
+    else:
+        u0, v0, h0 = reference.base_gate_up_reference(x, expert_ids, *base, bits=bits)
+    down = ops.base_down if host else reference.base_down_reference
+    if experts.executor == "off" or isinstance(policy, NoCorrection):
+        return down(h0, expert_ids, expert_weights, *base, bits=bits), MoEStats.zero()
+
+    step = LayerStep(
+        expert_ids=expert_ids,
+        expert_weights=expert_weights,
+        u0=u0,
+        v0=v0,
+        h0=h0,
+        norms=experts.norms[layer, jnp.maximum(expert_ids, 0)].astype(jnp.float32),
+        mean_square=jnp.mean(x**2, -1),
+        stream_square=stream_square,
+        priority=context.priority * context.live,
+        layer_weight=experts.layer_weight[layer],
+        calibrated=experts.calibrated,
+        num_experts=experts.num_experts,
+    )
+    mask = critical_mask(step, policy, per_token=context.per_token)
+    request = ops.Correction(x, expert_ids, expert_weights, u0, v0, h0, mask, layer)
+    pending = residual.start(request, experts)
+    # The barrier keeps the base's second half after start, so that the two run side by side.
+    h0, pending = jax.lax.optimization_barrier((h0, pending))
+    y_base = down(h0, expert_ids, expert_weights, *base, bits=bits)
+    y = residual.done(pending, request, y_base, experts)
+    return y, _stats(step, mask, per_token=context.per_token)
+
+
+def critical_mask(step: LayerStep, policy: Policy, *, per_token: bool) -> Bool[Array, "T k F"]:
+    """Ask the policy, for the whole step or token by token.
+
+    Raises: ValueError if a user's policy returns another shape or dtype.
+    """
+    if per_token:
+        each = jax.tree.map(lambda a: a[:, None] if a.ndim else a, step)
+        axes = jax.tree.map(lambda a: 0 if a.ndim else None, step)
+        mask = jax.vmap(policy, in_axes=(axes,))(each)
+        mask = mask.reshape(mask.shape[0], *mask.shape[2:])
+    else:
+        mask = policy(step)
+    if mask.shape != step.u0.shape or mask.dtype != bool:
+        raise ValueError(
+            f"policy {policy}: returned {mask.dtype} {list(mask.shape)}, wanted bool {list(step.u0.shape)} "
+            "(critical_mask [T, k, F], True = corrected)"
+        )
+    return mask & (step.expert_ids >= 0)[..., None]
+
+
+def _stats(step: LayerStep, mask: Bool[Array, "T k F"], *, per_token: bool) -> MoEStats:
+    error = step.expert_weights[..., None] ** 2 * unit_error(step)
+    unit_tokens = mask.sum(dtype=jnp.int32)
+    units = unit_tokens if per_token else count_units(mask, step.expert_ids, step.num_experts)
+    return MoEStats(units, unit_tokens, error.sum(), jnp.where(mask, error, 0).sum())
+
+
+def float_experts(
+    x: Float[Array, "T D"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float[Array, "T k"],
+    weights: Float[Array, "E 3 F D"],
+) -> Float[Array, "T D"]:
+    """Run unsplit experts. Few pairs: pair by pair; many: expert by expert over all tokens."""
+    if expert_ids.size < weights.shape[0]:
+
+        def pair(total, args):
+            token, expert, weight = args
+            w = weights[jnp.maximum(expert, 0)]
+            u, v = jnp.einsum("mfd,d->mf", w[:2], x[token], precision="highest")
+            return total.at[token].add(weight * jnp.matmul(jax.nn.silu(u) * v, w[2], precision="highest")), None
+
+        tokens = jnp.repeat(jnp.arange(x.shape[0]), expert_ids.shape[1])
+        return jax.lax.scan(pair, jnp.zeros_like(x), (tokens, expert_ids.reshape(-1), expert_weights.reshape(-1)))[0]
+
+    def one(total, args):
+        expert, w = args
+        weight = jnp.where(expert_ids == expert, expert_weights, 0).sum(-1)
+        u, v = jnp.einsum("td,mfd->mtf", x, w[:2], precision="highest")
+        return total + weight[:, None] * jnp.matmul(jax.nn.silu(u) * v, w[2], precision="highest"), None
+
+    return jax.lax.scan(one, jnp.zeros_like(x), (jnp.arange(weights.shape[0]), weights))[0]

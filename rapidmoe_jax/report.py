@@ -1,0 +1,115 @@
+"""Tables and progress bars of the command line. Text goes to standard output, progress to standard error."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rapidmoe_jax.model import Model
+from rapidmoe_jax.store import SplitCheckpoint
+
+
+@contextmanager
+def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
+    """Show a bar while the block runs; gives a function of (done, total). Silent where stderr is no terminal."""
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def human_bytes(count: int | float) -> str:
+    """Write bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print a table; the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    Console(width=max(console.width, 100)).print(table)
+
+
+def placement(model: Model) -> None:
+    """Print where a loaded model's weights are."""
+    dense = sum(a.nbytes for a in jax.tree.leaves(model.params))
+    rows = [["dense weights (attention, router, embedding)", "device", human_bytes(dense)]]
+    if model.is_split:
+        e: Any = model.experts
+        rows += [
+            [f"base, {e.base_bits} bits, all experts", "device", human_bytes(model.device_bytes - dense)],
+            [f"residual, {e.residual_bits} bits (W2 with its base)", "host", human_bytes(model.host_bytes)],
+        ]
+    else:
+        rows += [["experts, float32", "device", human_bytes(model.device_bytes - dense)]]
+    print_table("Placement", ["weights", "where", "bytes"], rows)
+
+
+def evaluation(result: dict[str, Any]) -> None:
+    """Print the table of evaluate()."""
+    base_kl = result["rows"][0]["kl"]
+    rows = [["float", f"{result['float']['nll']:.4f}", f"{result['float']['perplexity']:.3f}", "", "", "", ""]]
+    for row in result["rows"]:
+        recovered = 1 - row["kl"] / base_kl if base_kl else 0.0
+        rows.append(
+            [
+                row["policy"],
+                f"{row['nll']:.4f}",
+                f"{row['perplexity']:.3f}",
+                f"{row['kl']:.5f}",
+                f"{100 * recovered:.1f} %",
+                f"{100 * row['top1_agreement']:.1f} %",
+                human_bytes(row["host_bytes_per_token"]),
+            ]
+        )
+    header = ["policy", "nll", "perplexity", "KL", "recovered", "top-1 agrees", "host bytes/token"]
+    print_table(f"Loss over {result['tokens']} tokens, against the float model", header, rows)
+
+
+def checkpoint_info(checkpoint: SplitCheckpoint) -> None:
+    """Print what is in a split checkpoint."""
+    meta = checkpoint.metadata
+    config, layers = meta["config"], meta["layers"]
+    folder = checkpoint.folder
+    tiers = {tier: sum(f.stat().st_size for f in (folder / tier).rglob("*") if f.is_file()) for tier in
+             ("dense", "base", "residual")}  # fmt: skip
+    rows = [
+        ["family", str(config["model_type"])],
+        ["source", meta["source"]["folder"]],
+        ["format", str(meta["format_version"])],
+        ["quantiser", f"{meta['quantizer']}, groups of {meta['group_size']}"],
+        ["base", f"{meta['split']['base_bits']} bits, {layers[0]['base_bits_per_weight']:.3f} a weight with scales"],
+        [
+            "residual",
+            f"{meta['split']['residual_bits']} bits, {layers[0]['host_bits_per_weight']:.3f} a weight on the host "
+            "(scales and W2's base included)",
+        ],
+        ["lambda", "calibrated" if meta["lambda_calibrated"] else "not calibrated (1 for every layer)"],
+        *[[f"{tier} on disk", human_bytes(size)] for tier, size in tiers.items()],
+    ]
+    print_table(str(folder), ["", ""], rows)
+    print_table(
+        "Relative error of the expert weights",
+        ["layer", "base", "base + residual"],
+        [[str(r["layer"]), f"{r['base_error']:.4f}", f"{r['corrected_error']:.5f}"] for r in layers],
+    )

@@ -1,0 +1,124 @@
+"""Shapes that tests and benchmarks share, and random experts in the packed layout to run them on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from rapidmoe_jax.config import ModelConfig, SplitConfig
+from rapidmoe_jax.experts import SplitExperts
+from rapidmoe_jax.host_kernels import _host
+from rapidmoe_jax.quant import quantize_nested
+from rapidmoe_jax.resplit import split_expert
+from rapidmoe_jax.store import residual_header
+
+
+@dataclass(frozen=True)
+class Case:
+    """One expert layer: sizes as in the model configuration."""
+
+    name: str
+    width: int  # D
+    units: int  # F
+    experts: int  # E
+    top_k: int  # k
+
+
+# Small, for tests: one group, an odd number of units, more experts than pairs.
+TEST_CASES = (
+    Case("one-group", 64, 5, 3, 2),
+    Case("odd-units", 192, 33, 4, 3),
+    Case("many-experts", 128, 16, 40, 2),
+)
+QWEN3_30B = Case("qwen3-30b", 2048, 768, 128, 8)
+QWEN3_235B = Case("qwen3-235b", 4096, 1536, 128, 8)
+DEEPSEEK_V3 = Case("deepseek-v3", 7168, 2048, 256, 8)
+BENCH_CASES = (QWEN3_30B, QWEN3_235B, DEEPSEEK_V3)
+
+
+def model_config(case: Case, layers: int = 1) -> ModelConfig:
+    """A configuration with a case's experts and the smallest of everything else."""
+    return ModelConfig(
+        model_type="qwen3_moe",
+        vocab_size=64,
+        width=case.width,
+        num_layers=layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_size=64,
+        expert_size=case.units,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        norm_topk_prob=True,
+        moe_layers=(True,) * layers,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_embeddings=True,
+        max_positions=128,
+    )
+
+
+def random_experts(
+    case: Case,
+    spec: SplitConfig,
+    folder: Path,
+    *,
+    layers: int = 1,
+    seed: int = 0,
+    executor: str = "host",
+    exact: bool = True,
+    distinct: int | None = None,
+) -> tuple[SplitExperts, np.ndarray]:
+    """Make split experts of Gaussian weights, residual files in `folder`.
+
+    Args:
+      distinct: how many different experts to quantise; the others repeat them (for large benchmarks).
+    Returns: the experts and their float weights [L, E, 3, F, D] (only the distinct ones if given).
+    """
+    rng = np.random.default_rng(seed)
+    cfg = model_config(case, layers)
+    count = distinct or case.experts
+    weights = rng.normal(0, case.width**-0.5, (layers, count, 3, case.units, case.width)).astype(np.float32)
+    base: dict[str, list[list[np.ndarray]]] = {}
+    paths, records = [], []
+    for layer in range(layers):
+        split = [split_expert(w, spec, quantize_nested) for w in weights[layer]]
+        chosen = [split[e % count] for e in range(case.experts)]
+        for name in split[0][0]:
+            base.setdefault(name, []).append([arrays[name] for arrays, _, _ in chosen])
+        paths.append(str(folder / f"{case.name}-{spec.base_bits}{spec.residual_bits}-{layer}.bin"))
+        with open(paths[-1], "wb") as file:
+            file.write(residual_header(cfg, spec, layer))
+            for _, record, _ in chosen:
+                file.write(record.tobytes())
+        records.append(np.stack([record for _, record, _ in chosen]))
+    store = _host.open_store(paths, case.experts, case.units, case.width, spec.base_bits, spec.residual_bits)
+    experts = SplitExperts(
+        **{name: jnp.asarray(np.stack([np.stack(e) for e in value])) for name, value in base.items()},
+        layer_weight=jnp.ones(layers),
+        calibrated=jnp.asarray(False),
+        records=jnp.asarray(np.stack(records)) if distinct is None else None,
+        base_bits=spec.base_bits,
+        residual_bits=spec.residual_bits,
+        record_bytes=_host.record_layout(spec.base_bits, spec.residual_bits, case.width)["bytes"],
+        store=store,
+        executor=executor,
+        base_kernel="reference" if executor == "reference" else "host",
+        exact=exact,
+    )
+    assert experts.norms.dtype == ml_dtypes.bfloat16
+    return experts, weights
+
+
+def random_step(case: Case, tokens: int, *, seed: int = 0) -> dict[str, jax.Array]:
+    """Random activations and routing for `tokens` tokens: x, expert_ids (distinct a token), expert_weights."""
+    rng = np.random.default_rng(seed)
+    ids = np.array([rng.permutation(case.experts)[: case.top_k] for _ in range(tokens)], np.int32)
+    weights = rng.dirichlet(np.ones(case.top_k), tokens).astype(np.float32)
+    x = rng.normal(size=(tokens, case.width)).astype(np.float32)
+    step = {"x": x, "expert_ids": ids.reshape(tokens, case.top_k), "expert_weights": weights}
+    return {name: jnp.asarray(value) for name, value in step.items()}
