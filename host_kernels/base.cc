@@ -49,35 +49,36 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
   });
 }
 
-void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, const float* weights,
-               const float* h0, float* y) {
+void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, bool exact,
+               const float* weights, const float* h0, float* y) {
   thread_local Groups groups;
   thread_local PartialSums sums;
   groups.fill(step, layer.experts);
   const Groups& grouped = groups;
   PartialSums& partial = sums;
-  const int64_t units = layer.units, width = layer.width, flat = int64_t(grouped.experts.size()) * units;
-  const int64_t parts = PartialSums::parts_for(flat, step.tokens, width);
+  const int64_t units = layer.units, width = layer.width;
+  const int64_t blocks = (units + kBlock - 1) / kBlock, flat = int64_t(grouped.experts.size()) * blocks;
+  const int64_t parts = PartialSums::parts_for(flat * kBlock, step.tokens, width);
   partial.start(parts, step.tokens, width);
   pool.run(parts, [&](int64_t part) {
     partial.clear(part);
-    float* acc = partial.part(part);
-    std::vector<float> w(width);
-    for_units(flat * part / parts, flat * (part + 1) / parts, units, [&](int64_t a, int64_t j) {
-      const int64_t begin = grouped.begin[a], n = grouped.begin[a + 1] - begin;
-      const Row row = layer.row(grouped.experts[a], 2, j);
-      if (n > 1) rows.dequantize[layer.bits](row, width, w.data());
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t p = grouped.pairs[begin + i];
-        const float h = weights[p] * h0[p * units + j];
-        float* out = acc + p / step.slots * width;
-        if (n > 1) {
-          rows.add_f32(w.data(), h, width, out);
+    for (int64_t i = flat * part / parts; i < flat * (part + 1) / parts; ++i) {
+      const int64_t a = i / blocks, first = i % blocks * kBlock, count = std::min<int64_t>(kBlock, units - first);
+      Row block[kBlock];
+      for (int64_t j = 0; j < kBlock; ++j)
+        block[j] = layer.row(grouped.experts[a], 2, first + std::min(j, count - 1));
+      for (int64_t at = grouped.begin[a]; at < grouped.begin[a + 1]; ++at) {
+        const int64_t p = grouped.pairs[at];
+        float coefficients[kBlock] = {};
+        for (int64_t j = 0; j < count; ++j) coefficients[j] = weights[p] * h0[p * units + first + j];
+        float* out = partial.part(part) + p / step.slots * width;
+        if (exact) {
+          for (int64_t j = 0; j < count; ++j) rows.add[layer.bits](block[j], coefficients[j], width, out);
         } else {
-          rows.add[layer.bits](row, h, width, out);
+          rows.add_block_fine[layer.bits](block, coefficients, width, out);
         }
       }
-    });
+    }
   });
   partial.add_into(pool, nullptr, y);
 }

@@ -24,7 +24,8 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
                   float* v0, float* h0);
 
 // y[t] = sum over slots of weight * B2 h0, [T, D]. step.x is not read.
-void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, const float* weights,
-               const float* h0, float* y);
+// exact: float32 sums; otherwise RowKernels::add_block_fine.
+void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, bool exact,
+               const float* weights, const float* h0, float* y);
 
 }  // namespace rapidmoe

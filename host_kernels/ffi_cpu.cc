@@ -78,7 +78,7 @@ ffi::Error GateUp(int64_t bits, bool exact, F32 x, S32 experts, S32 layer, U8 co
   });
 }
 
-ffi::Error Down(int64_t bits, F32 h0, S32 experts, F32 weights, S32 layer, U8 codes, F16 scale, F16 offset,
+ffi::Error Down(int64_t bits, bool exact, F32 h0, S32 experts, F32 weights, S32 layer, U8 codes, F16 scale, F16 offset,
                 ffi::Result<F32> y) {
   const char* op = "rapidmoe_base_down";
   BaseLayer base;
@@ -88,7 +88,7 @@ ffi::Error Down(int64_t bits, F32 h0, S32 experts, F32 weights, S32 layer, U8 co
   if (ed.size() != 2 || ed[0] != hd[0] || ed[1] != hd[1]) return wrong(op, "expert_ids", ed, "[T, k] of h0");
   return guarded(op, [&] {
     base_down(active_rows(), Pool::instance(), base, {hd[0], hd[1], base.width, nullptr, experts.typed_data()},
-              weights.typed_data(), h0.typed_data(), y->typed_data());
+              exact, weights.typed_data(), h0.typed_data(), y->typed_data());
   });
 }
 
@@ -115,9 +115,7 @@ ffi::Error Start(int64_t store, bool exact, F32 x, S32 experts, F32 weights, F32
   });
 }
 
-// The arrays of start come again, unread: as operands of done they stay alive until it has run.
-ffi::Error Done(ffi::Buffer<ffi::U32> ticket, F32 y_base, F32 /*x*/, S32 /*experts*/, F32 /*weights*/, F32 /*u0*/,
-                F32 /*v0*/, F32 /*h0*/, Pred /*mask*/, ffi::Result<F32> y, ffi::Result<S32> stats) {
+ffi::Error Done(ffi::Buffer<ffi::U32> ticket, F32 y_base, ffi::Result<F32> y, ffi::Result<S32> stats) {
   return guarded("rapidmoe_residual_done", [&] {
     const ResidualStats s = Jobs::instance().done(Pool::instance(), ticket.typed_data()[0], y_base.typed_data(),
                                                   y->typed_data());
@@ -144,6 +142,7 @@ XLA_FFI_DEFINE_HANDLER(kGateUp, GateUp,
 XLA_FFI_DEFINE_HANDLER(kDown, Down,
                        ffi::Ffi::Bind()
                            .Attr<int64_t>("bits")
+                           .Attr<bool>("exact")
                            .Arg<F32>()   // h0 [T, k, F]
                            .Arg<S32>()   // expert_ids [T, k]
                            .Arg<F32>()   // expert_weights [T, k]
@@ -169,13 +168,6 @@ XLA_FFI_DEFINE_HANDLER(kDone, Done,
                        ffi::Ffi::Bind()
                            .Arg<ffi::Buffer<ffi::U32>>()  // ticket []
                            .Arg<F32>()                    // y_base [T, D]
-                           .Arg<F32>()                    // x
-                           .Arg<S32>()                    // expert_ids
-                           .Arg<F32>()                    // expert_weights
-                           .Arg<F32>()                    // u0
-                           .Arg<F32>()                    // v0
-                           .Arg<F32>()                    // h0
-                           .Arg<Pred>()                   // critical_mask
                            .Ret<F32>()                    // y [T, D]
                            .Ret<S32>());                  // [records read, unit-tokens corrected]
 

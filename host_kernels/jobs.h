@@ -15,7 +15,7 @@ class Jobs {
  public:
   static Jobs& instance();
 
-  // request.layer is filled in from the store. The request's arrays must stay until done().
+  // request.layer is filled in from the store.
   uint32_t start(const RowKernels& rows, Pool& pool, int64_t store, int64_t layer, ResidualRequest request);
   // out = y_base + delta. Throws what the job threw. A ticket is good for one done().
   ResidualStats done(Pool& pool, uint32_t ticket, const float* y_base, float* out);

@@ -56,11 +56,16 @@ def base_down(
     offset: Float16[Array, "L E 3 F G"],
     *,
     bits: int,
+    exact: bool,
 ) -> Float[Array, "T D"]:
-    """Compute y_base = sum over a token's slots of weight * B2 h0."""
+    """Compute y_base = sum over a token's slots of weight * B2 h0.
+
+    Args:
+      exact: float32 sums; False = 15-bit integer coefficients.
+    """
     out = jax.ShapeDtypeStruct((h0.shape[0], scale.shape[-1] * 64), jnp.float32)
     call = jax.ffi.ffi_call("rapidmoe_base_down", out, vmap_method="sequential")
-    return call(h0, expert_ids, expert_weights, layer, codes, scale, offset, bits=np.int64(bits))
+    return call(h0, expert_ids, expert_weights, layer, codes, scale, offset, bits=np.int64(bits), exact=exact)
 
 
 def residual_start(request: Correction, *, store: int, exact: bool) -> UInt32[Array, ""]:
@@ -80,7 +85,7 @@ def residual_start(request: Correction, *, store: int, exact: bool) -> UInt32[Ar
 
 
 def residual_done(
-    ticket: UInt32[Array, ""], request: Correction, y_base: Float[Array, "T D"]
+    ticket: UInt32[Array, ""], y_base: Float[Array, "T D"]
 ) -> tuple[Float[Array, "T D"], Int32[Array, " 2"]]:
     """Wait for a correction.
 
@@ -88,5 +93,5 @@ def residual_done(
     """
     out = (jax.ShapeDtypeStruct(y_base.shape, jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
     call = jax.ffi.ffi_call("rapidmoe_residual_done", out, has_side_effect=True, vmap_method="sequential")
-    y, counts = call(ticket, y_base, *request[:-1])
+    y, counts = call(ticket, y_base)
     return y, counts

@@ -14,7 +14,7 @@ struct RecordLayer {
   int base_bits, residual_bits;
 };
 
-// Everything a correction reads; the arrays stay with the caller until finish().
+// Everything a correction reads. plan() takes copies of what it needs: the arrays may go when it returns.
 struct ResidualRequest {
   Step step;
   const float* weights;  // [T, k] routing weights
@@ -23,7 +23,7 @@ struct ResidualRequest {
   const float* h0;
   const bool* mask;  // [T, k, F] critical_mask, true = corrected
   RecordLayer layer;
-  bool exact;  // float32 activations; otherwise int8
+  bool exact;  // float32 throughout; otherwise int8 activations and RowKernels::add_block
 };
 
 struct ResidualStats {
@@ -45,15 +45,26 @@ class ResidualJob {
 
  private:
   struct Unit {
-    int32_t expert, unit;
-    int64_t begin, end;  // into chosen_: the pairs that chose it
+    int32_t active, unit;  // active: index into groups_
+    int64_t begin, end;    // into chosen_: the pairs that chose it
   };
-  ResidualRequest request_;
+  struct Choice {
+    int32_t position;  // among the pairs of the unit's expert
+    float u0, v0, h0;
+  };
+  const uint8_t* record(const Unit& unit) const;
+  // Units first .. last - 1, at most kBlock / 2, all of one expert.
+  void block(int64_t first, int64_t last, float* acc) const;
+
   const RowKernels* rows_ = nullptr;
+  RecordLayer layer_ = {};
+  bool exact_ = false;
+  int64_t tokens_ = 0, slots_ = 0;
+  std::vector<float> weights_;  // [pairs]
   Groups groups_;
   Activations activations_;
   std::vector<Unit> units_;
-  std::vector<int32_t> chosen_;
+  std::vector<Choice> chosen_;
   PartialSums sums_;
 };
 

@@ -43,19 +43,24 @@ float* Buffer::at_least(int64_t floats) {
 }
 
 void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact) {
-  const int64_t groups = step.width / kGroup;
+  const int64_t groups = step.width / kGroup, total = step.tokens * step.width;
   tokens_.resize(step.tokens);
-  if (!exact) q_.resize(step.tokens * step.width);
-  float* scales = exact ? nullptr : scales_.at_least(step.tokens * groups * 2);
-  for (int64_t t = 0; t < step.tokens; ++t)
-    tokens_[t] = {step.x + t * step.width, exact ? nullptr : q_.data() + t * step.width,
-                  exact ? nullptr : scales + t * groups * 2, exact ? nullptr : scales + t * groups * 2 + groups};
-  if (exact) return;
+  if (exact) {
+    float* x = x_.at_least(total);
+    std::copy_n(step.x, total, x);
+    for (int64_t t = 0; t < step.tokens; ++t) tokens_[t] = {x + t * step.width, nullptr, nullptr, nullptr};
+    return;
+  }
+  q_.resize(total);
+  float* scales = scales_.at_least(step.tokens * groups * 2);
   const int64_t chunk = 8;
   pool.run((step.tokens + chunk - 1) / chunk, [&](int64_t part) {
-    for (int64_t t = part * chunk; t < std::min(step.tokens, (part + 1) * chunk); ++t)
-      rows.quantize(tokens_[t].x, step.width, q_.data() + t * step.width, scales + t * groups * 2,
-                    scales + t * groups * 2 + groups);
+    for (int64_t t = part * chunk; t < std::min(step.tokens, (part + 1) * chunk); ++t) {
+      int8_t* q = q_.data() + t * step.width;
+      float *scale = scales + t * groups * 2, *sum = scale + groups;
+      rows.quantize(step.x + t * step.width, step.width, q, scale, sum);
+      tokens_[t] = {nullptr, q, scale, sum};
+    }
   });
 }
 

@@ -43,16 +43,15 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// The step's tokens in float32 and int8.
+// A copy of the step's tokens: float32 if exact, else int8. The other form is null.
 class Activations {
  public:
-  // exact: leave the int8 form empty.
   void fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact);
   const Activation* operator[](int64_t token) const { return &tokens_[token]; }
 
  private:
   std::vector<int8_t> q_;
-  Buffer scales_;
+  Buffer x_, scales_;
   std::vector<Activation> tokens_;
 };
 

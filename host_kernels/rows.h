@@ -20,6 +20,9 @@ struct Activation {
   const float* sum;    // [D / 64], scale[g] * sum of q over the group
 };
 
+constexpr int kBlock = 16;         // rows that add_block sums at once
+constexpr int kFine = 127 * 128;  // largest coefficient of add_block_fine
+
 // Functions are indexed by bits (2, 3, 4); other entries are null. D is a multiple of 64.
 struct RowKernels {
   const char* name;
@@ -35,6 +38,12 @@ struct RowKernels {
   void (*add_pair[5][5])(const Row& base, float a, const Row& residual, float b, int64_t d, float* acc);
   // acc += a * row, straight from the codes.
   void (*add[5])(const Row& row, float a, int64_t d, float* acc);
+  // acc += sum over kBlock rows of coefficient * row, even rows of `even` bits, odd ones of `odd` bits. In each group
+  // the products coefficient * scale are rounded to int8 with one step for all rows, 1/127 of the largest: the error of
+  // an element is at most 1/254 of it a row and code, offsets are exact. [even][odd]
+  void (*add_block[5][5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
+  // The same with the products rounded to 128 * int8 + int8, for kBlock rows of the same bits: 128 times finer.
+  void (*add_block_fine[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
   // acc += a * w, plain float32.
   void (*add_f32)(const float* w, float a, int64_t d, float* acc);
 };

@@ -56,6 +56,28 @@ struct Avx512 {
   static F dot(const Codes& c, const int8_t* q) {
     return _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), c, _mm512_loadu_si512(q)));
   }
+  // int16 sums of columns 16i .. 16i + 7 and 16i + 8 .. 16i + 15, i = 0..3 by 128-bit lane.
+  struct Sums {
+    __m512i low, high;
+  };
+  static Sums clear() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+  // 16 rows of codes up to 15 times int8 up to 127 stay within 30480: no int16 overflow.
+  static void add_pair(Sums& s, const Codes& even, const Codes& odd, uint16_t pair) {
+    const __m512i k = _mm512_set1_epi16(short(pair));
+    s.low = _mm512_add_epi16(s.low, _mm512_maddubs_epi16(_mm512_unpacklo_epi8(even, odd), k));
+    s.high = _mm512_add_epi16(s.high, _mm512_maddubs_epi16(_mm512_unpackhi_epi8(even, odd), k));
+  }
+  static void flush(const Sums& s, float step, float shift, float* acc) {
+    const F scale = set(step), offset = set(shift);
+    const auto sixteen = [&](__m128i low, __m128i high, float* out) {
+      const F sums = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_set_m128i(high, low)));
+      put(out, add(load(out), fma(sums, scale, offset)));
+    };
+    sixteen(_mm512_extracti32x4_epi32(s.low, 0), _mm512_extracti32x4_epi32(s.high, 0), acc);
+    sixteen(_mm512_extracti32x4_epi32(s.low, 1), _mm512_extracti32x4_epi32(s.high, 1), acc + 16);
+    sixteen(_mm512_extracti32x4_epi32(s.low, 2), _mm512_extracti32x4_epi32(s.high, 2), acc + 32);
+    sixteen(_mm512_extracti32x4_epi32(s.low, 3), _mm512_extracti32x4_epi32(s.high, 3), acc + 48);
+  }
   static void halves(const uint16_t* h, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i += 16) {
       const __mmask16 m = n - i >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - i)) - 1);

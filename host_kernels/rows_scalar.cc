@@ -89,6 +89,30 @@ void add_pair(const Row& base, float a, const Row& residual, float b, int64_t d,
   add<residual_bits>(residual, b, d, acc);
 }
 
+template <int even, int odd, int limit>
+void add_block(const Row* rows, const float* coefficients, int64_t d, float* acc) {
+  for (int64_t g = 0; g < d / kGroup; ++g) {
+    float product[kBlock], largest = 0, shift = 0;
+    for (int r = 0; r < kBlock; ++r) {
+      product[r] = coefficients[r] * half_to_float(rows[r].scale[g]);
+      shift += coefficients[r] * (r % 2 ? offset_at<odd>(rows[r], g) : offset_at<even>(rows[r], g));
+      largest = std::fabs(product[r]) > largest ? std::fabs(product[r]) : largest;
+    }
+    const float step = largest / limit, inverse = step >= 1e-37f ? 1.0f / step : 0.0f;
+    int32_t rounded[kBlock];
+    for (int r = 0; r < kBlock; ++r) {
+      const float value = std::nearbyintf(product[r] * inverse);
+      rounded[r] = std::fabs(value) <= limit ? int32_t(value) : 0;  // NaN and Inf come through shift
+    }
+    for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
+      int32_t total = 0;
+      for (int r = 0; r < kBlock; ++r)
+        total += rounded[r] * (r % 2 ? code_at<odd>(rows[r].codes, d, i) : code_at<even>(rows[r].codes, d, i));
+      acc[i] += step * float(total) + shift;
+    }
+  }
+}
+
 void add_f32(const float* w, float a, int64_t d, float* acc) {
   for (int64_t i = 0; i < d; ++i) acc[i] += a * w[i];
 }
@@ -127,6 +151,12 @@ const RowKernels& rows_scalar() {
        {nullptr, nullptr, add_pair<3, 2>, nullptr, add_pair<3, 4>},
        {nullptr, nullptr, add_pair<4, 2>, nullptr, add_pair<4, 4>}},
       {nullptr, nullptr, add<2>, add<3>, add<4>},
+      {{},
+       {},
+       {nullptr, nullptr, add_block<2, 2, 127>, nullptr, add_block<2, 4, 127>},
+       {nullptr, nullptr, add_block<3, 2, 127>, nullptr, add_block<3, 4, 127>},
+       {nullptr, nullptr, add_block<4, 2, 127>, nullptr, add_block<4, 4, 127>}},
+      {nullptr, nullptr, add_block<2, 2, kFine>, add_block<3, 3, kFine>, add_block<4, 4, kFine>},
       add_f32};
   return table;
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-from jaxtyping import Array, BFloat16, Bool, Float, Float16, UInt8
+from jaxtyping import Array, Bool, Float, Float16, UInt8, UInt16
 
 EXECUTORS = ("host", "callback", "reference", "off")
 
@@ -37,7 +37,7 @@ class SplitExperts:
     codes: UInt8[Array, "L E 3 F P"]
     scale: Float16[Array, "L E 3 F G"]
     offset: Float16[Array, "L E 3 F G"]
-    norms: BFloat16[Array, "L E F 4"]
+    norms: UInt16[Array, "L E F 4"]  # bits of bfloat16: |R1|^2, |R3|^2, |R2|^2, |B2|^2
     layer_weight: Float[Array, " L"]  # lambda
     calibrated: Bool[Array, ""]
     records: UInt8[Array, "L E F R"] | None

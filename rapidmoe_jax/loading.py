@@ -89,6 +89,7 @@ def load_split(
             if name not in base:
                 base[name] = np.empty((cfg.num_moe_layers, *value.shape), value.dtype)
             base[name][i] = value
+    base["norms"] = base["norms"].view(np.uint16)
     split = checkpoint.split
     record = _host.record_layout(split.base_bits, split.residual_bits, cfg.width)["bytes"]
     experts = SplitExperts(

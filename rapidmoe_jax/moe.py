@@ -5,6 +5,7 @@
 Flow of a split layer: gate/up from the base -> policy -> start the correction -> down from the base -> done.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ def moe_layer(
         u0, v0, h0 = ops.base_gate_up(x, expert_ids, *base, bits=bits, exact=experts.exact)
     else:
         u0, v0, h0 = reference.base_gate_up_reference(x, expert_ids, *base, bits=bits)
-    down = ops.base_down if host else reference.base_down_reference
+    down = partial(ops.base_down, exact=experts.exact) if host else reference.base_down_reference
     if experts.executor == "off" or isinstance(policy, NoCorrection):
         return down(h0, expert_ids, expert_weights, *base, bits=bits), MoEStats.zero()
 
@@ -81,7 +82,7 @@ def moe_layer(
         u0=u0,
         v0=v0,
         h0=h0,
-        norms=experts.norms[layer, jnp.maximum(expert_ids, 0)].astype(jnp.float32),
+        norms=_gather_norms(experts, layer, expert_ids),
         mean_square=jnp.mean(x**2, -1),
         stream_square=stream_square,
         priority=context.priority * context.live,
@@ -95,8 +96,16 @@ def moe_layer(
     # The barrier keeps the base's second half after start, so that the two run side by side.
     h0, pending = jax.lax.optimization_barrier((h0, pending))
     y_base = down(h0, expert_ids, expert_weights, *base, bits=bits)
-    y = residual.done(pending, request, y_base, experts)
+    y = residual.done(pending, y_base, experts)
     return y, _stats(step, mask, per_token=context.per_token)
+
+
+def _gather_norms(
+    experts: SplitExperts, layer: Int32[Array, ""], expert_ids: Int32[Array, "T k"]
+) -> Float[Array, "T k F 4"]:
+    """Take the norms of the routed experts. As bits: XLA's CPU would first widen the norms of all experts."""
+    bits = experts.norms[layer, jnp.maximum(expert_ids, 0)]
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def critical_mask(step: LayerStep, policy: Policy, *, per_token: bool) -> Bool[Array, "T k F"]:

@@ -37,14 +37,12 @@ def start(request: Correction, experts: SplitExperts) -> Pending:
     raise ValueError(f"executor={experts.executor!r} is unknown; use host, callback, reference or off")
 
 
-def done(
-    pending: Pending, request: Correction, y_base: Float[Array, "T D"], experts: SplitExperts
-) -> Float[Array, "T D"]:
+def done(pending: Pending, y_base: Float[Array, "T D"], experts: SplitExperts) -> Float[Array, "T D"]:
     """Wait for a correction and give y_base + delta."""
     if pending is None:
         return y_base
     if experts.executor == "host":
-        return residual_done(pending, request, y_base)[0]
+        return residual_done(pending, y_base)[0]
     return y_base + pending
 
 

@@ -24,7 +24,7 @@ def make_request(case, experts, tokens, *, share=0.3, layer=0, seed=0) -> ops.Co
 
 def correct(request, experts, y_base=None):
     y_base = jnp.zeros_like(request.x) if y_base is None else y_base
-    return residual.done(residual.start(request, experts), request, y_base, experts)
+    return residual.done(residual.start(request, experts), y_base, experts)
 
 
 def delta_float64(request, weights, experts):
@@ -64,8 +64,8 @@ def test_executors_agree_with_float64(case, bits, isa, tmp_path):
         got = correct(request, dataclasses.replace(experts, executor=executor))
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * size, err_msg=executor)
     fast = correct(request, dataclasses.replace(experts, exact=False))
-    # int8 rounding of x meets R only: far below the correction itself
-    assert np.abs(fast - wanted).max() < 0.02 * size
+    # int8 rounding of x and of the coefficients, relative to the largest correction
+    assert np.abs(fast - wanted).max() < 0.03 * size
     off = correct(request, dataclasses.replace(experts, executor="off"), request.x)
     assert (off == request.x).all()
 
@@ -76,7 +76,7 @@ def test_full_mask_gives_the_whole_split_expert(tmp_path):
     experts, weights = random_experts(case, SplitConfig(base_bits=4), tmp_path)
     request = make_request(case, experts, 4, share=2)
     layer = (jnp.int32(0), experts.codes, experts.scale, experts.offset)
-    y = ops.base_down(request.h0, request.expert_ids, request.expert_weights, *layer, bits=4)
+    y = ops.base_down(request.h0, request.expert_ids, request.expert_weights, *layer, bits=4, exact=True)
     got = correct(request, experts, y)
     for t in range(4):
         wanted = np.zeros(case.width)
@@ -129,7 +129,7 @@ def test_a_unit_is_read_once_for_all_tokens(tmp_path):
     experts, _ = random_experts(case, SplitConfig(), tmp_path)
     request = make_request(case, experts, 9, share=2)
     ticket = ops.residual_start(request, store=experts.store, exact=True)
-    _, counts = ops.residual_done(ticket, request, jnp.zeros_like(request.x))
+    _, counts = ops.residual_done(ticket, jnp.zeros_like(request.x))
     used = len(np.unique(request.expert_ids))
     assert counts.tolist() == [used * case.units, 9 * case.top_k * case.units]
 
@@ -169,7 +169,7 @@ def test_bad_requests_give_readable_errors(tmp_path):
     with pytest.raises(Exception, match=r"residual layer 1 is outside \[0, 1\)"):
         correct(request._replace(layer=jnp.int32(1)), experts)
     with pytest.raises(Exception, match="ticket 77 is not in flight"):
-        ops.residual_done(jnp.uint32(77), request, request.x)
+        ops.residual_done(jnp.uint32(77), request.x)
     with pytest.raises(Exception, match="x has width 128"):
         wide = request._replace(x=jnp.zeros((2, 128)))
         ops.residual_start(wide, store=experts.store, exact=True)

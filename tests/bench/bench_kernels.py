@@ -64,13 +64,13 @@ def main() -> None:
         base = (jnp.int32(0), experts.codes, experts.scale, experts.offset)
         row_bytes = experts.codes.shape[-1] + 2 * 2 * experts.scale.shape[-1]
         gate_up = jax.jit(lambda s, *b: ops.base_gate_up(s[0], s[1], *b, bits=spec.base_bits, exact=False))
-        down = jax.jit(lambda h, s, *b: ops.base_down(h, s[1], s[2], *b, bits=spec.base_bits))
+        down = jax.jit(lambda h, s, *b: ops.base_down(h, s[1], s[2], *b, bits=spec.base_bits, exact=False))
         xla = jax.jit(lambda s, *b: reference.base_gate_up_reference(s[0], s[1], *b, bits=spec.base_bits))
 
         @jax.jit
         def correct(request):
             ticket = ops.residual_start(request, store=experts.store, exact=False)
-            return ops.residual_done(ticket, request, request.x)
+            return ops.residual_done(ticket, request.x)
 
         def report(name, tokens, seconds, spread, size, twin=None):
             rate = size / seconds

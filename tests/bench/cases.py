@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from rapidmoe_jax.config import ModelConfig, SplitConfig
@@ -89,16 +88,18 @@ def random_experts(
         split = [split_expert(w, spec, quantize_nested) for w in weights[layer]]
         chosen = [split[e % count] for e in range(case.experts)]
         for name in split[0][0]:
-            base.setdefault(name, []).append([arrays[name] for arrays, _, _ in chosen])
+            base.setdefault(name, []).append([one[name] for one, _, _ in chosen])
         paths.append(str(folder / f"{case.name}-{spec.base_bits}{spec.residual_bits}-{layer}.bin"))
         with open(paths[-1], "wb") as file:
             file.write(residual_header(cfg, spec, layer))
             for _, record, _ in chosen:
                 file.write(record.tobytes())
         records.append(np.stack([record for _, record, _ in chosen]))
+    arrays = {name: np.stack([np.stack(e) for e in value]) for name, value in base.items()}
+    arrays["norms"] = arrays["norms"].view(np.uint16)
     store = _host.open_store(paths, case.experts, case.units, case.width, spec.base_bits, spec.residual_bits)
     experts = SplitExperts(
-        **{name: jnp.asarray(np.stack([np.stack(e) for e in value])) for name, value in base.items()},
+        **{name: jnp.asarray(value) for name, value in arrays.items()},
         layer_weight=jnp.ones(layers),
         calibrated=jnp.asarray(False),
         records=jnp.asarray(np.stack(records)) if distinct is None else None,
@@ -110,7 +111,6 @@ def random_experts(
         base_kernel="reference" if executor == "reference" else "host",
         exact=exact,
     )
-    assert experts.norms.dtype == ml_dtypes.bfloat16
     return experts, weights
 
 

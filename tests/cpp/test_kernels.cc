@@ -83,12 +83,23 @@ void test_rows(const RowKernels& rows) {
         rows.add[bits](row, 0.5f, d, w.data());
         scalar.add[bits](row, 0.5f, d, v.data());
         require(near(w, v, 1e-5f), "add");
+        const std::vector<uint8_t> many = bytes(kBlock * row_bytes(4, d));
+        const std::vector<float> coefficients = normal(kBlock);
+        Row block[kBlock];
+        for (int r = 0; r < kBlock; ++r) block[r] = {&many[r * row_bytes(bits, d)], s.data(), offset};
+        rows.add_block_fine[bits](block, coefficients.data(), d, w.data());
+        scalar.add_block_fine[bits](block, coefficients.data(), d, v.data());
+        require(near(w, v, 1e-4f), "add_block_fine");
         for (int residual : {2, 4}) {
           const std::vector<uint8_t> more = bytes(row_bytes(residual, d));
           const Row other = {more.data(), s.data(), nullptr};
           rows.add_pair[bits][residual](row, 0.5f, other, -2.0f, d, w.data());
           scalar.add_pair[bits][residual](row, 0.5f, other, -2.0f, d, v.data());
           require(near(w, v, 1e-4f), "add_pair");
+          for (int r = 1; r < kBlock; r += 2) block[r] = other;
+          rows.add_block[bits][residual](block, coefficients.data(), d, w.data());
+          scalar.add_block[bits][residual](block, coefficients.data(), d, v.data());
+          require(near(w, v, 1e-4f), "add_block");
         }
       }
     }
@@ -155,7 +166,7 @@ void test_jobs() {
           const ResidualRequest request = in.request(shape, 6, 2, round % 2);
           base_gate_up(active_rows(), pool, layer, request.step, round % 2, u.data(), v.data(), h.data());
           const uint32_t ticket = Jobs::instance().start(active_rows(), pool, store, 0, request);
-          base_down(active_rows(), pool, layer, request.step, request.weights, request.h0, base.data());
+          base_down(active_rows(), pool, layer, request.step, round % 2, request.weights, request.h0, base.data());
           Jobs::instance().done(pool, ticket, base.data(), y.data());
           if (c == 0 && round == 0) first = y;
           for (float value : y) bad += !std::isfinite(value);
