@@ -81,11 +81,12 @@ def test_executors_give_the_same_logits(tiny_split):
     }
     for name in ("callback", "reference"):
         np.testing.assert_allclose(logits[name], logits["host"], atol=2e-4)
-    off = rapidmoe_jax.load(tiny_split, policy="all", executor="off").logits(ids)
-    none = rapidmoe_jax.load(tiny_split, policy="none").logits(ids)
+    off = rapidmoe_jax.load(tiny_split, policy="all", executor="off", exact=True).logits(ids)
+    model = rapidmoe_jax.load(tiny_split, policy="none", exact=True)
+    none = model.logits(ids)
     np.testing.assert_array_equal(off, none)
-    zero = rapidmoe_jax.load(tiny_split, policy="fraction=0").logits(ids)
-    np.testing.assert_allclose(zero, none, atol=1e-5)
+    model.policy = "fraction=0"  # another program, which XLA may fuse and so round differently
+    np.testing.assert_allclose(model.logits(ids), none, atol=2e-5)
     assert np.abs(logits["host"] - none).max() > 0.01
 
 
