@@ -1,6 +1,7 @@
 """The host kernels as JAX operations on the CPU backend: thin wrappers of the XLA FFI handlers.
 
-All work under jit, scan and vmap (sequential). Arrays of all layers go in whole, with the layer as an operand.
+All work under jit, scan and vmap (sequential). The base of all layers goes in whole, with the layer as an operand, so
+that a scan over layers copies no weights.
 """
 
 from typing import NamedTuple
@@ -8,7 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float16, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from rapidmoe_jax.config import GROUP_SIZE
+from rapidmoe_jax.experts import SplitExperts
 
 
 class Correction(NamedTuple):
@@ -25,24 +29,16 @@ class Correction(NamedTuple):
 
 
 def base_gate_up(
-    x: Float[Array, "T D"],
-    expert_ids: Int32[Array, "T k"],
-    layer: Int32[Array, ""],
-    codes: UInt8[Array, "L E 3 F P"],
-    scale: Float16[Array, "L E 3 F G"],
-    offset: Float16[Array, "L E 3 F G"],
-    *,
-    bits: int,
-    exact: bool,
+    x: Float[Array, "T D"], expert_ids: Int32[Array, "T k"], layer: Int32[Array, ""], experts: SplitExperts
 ) -> tuple[Float[Array, "T k F"], Float[Array, "T k F"], Float[Array, "T k F"]]:
     """Compute u0 = B1 x, v0 = B3 x, h0 = silu(u0) v0 of every routed pair.
 
-    Args:
-      exact: float32 activations; False = int8 with a scale a group of 64.
+    experts.exact: float32 activations; else int8 with a scale a group of 64.
     """
-    out = jax.ShapeDtypeStruct((*expert_ids.shape, codes.shape[3]), jnp.float32)
+    out = jax.ShapeDtypeStruct((*expert_ids.shape, experts.codes.shape[3]), jnp.float32)
     call = jax.ffi.ffi_call("rapidmoe_base_gate_up", (out, out, out), vmap_method="sequential")
-    u0, v0, h0 = call(x, expert_ids, layer, codes, scale, offset, bits=np.int64(bits), exact=exact)
+    base = (experts.codes, experts.scale, experts.offset)
+    u0, v0, h0 = call(x, expert_ids, layer, *base, bits=np.int64(experts.base_bits), exact=experts.exact)
     return u0, v0, h0
 
 
@@ -51,29 +47,23 @@ def base_down(
     expert_ids: Int32[Array, "T k"],
     expert_weights: Float[Array, "T k"],
     layer: Int32[Array, ""],
-    codes: UInt8[Array, "L E 3 F P"],
-    scale: Float16[Array, "L E 3 F G"],
-    offset: Float16[Array, "L E 3 F G"],
-    *,
-    bits: int,
-    exact: bool,
+    experts: SplitExperts,
 ) -> Float[Array, "T D"]:
     """Compute y_base = sum over a token's slots of weight * B2 h0.
 
-    Args:
-      exact: float32 sums; False = 15-bit integer coefficients.
+    experts.exact: float32 sums; else 15-bit integer coefficients.
     """
-    out = jax.ShapeDtypeStruct((h0.shape[0], scale.shape[-1] * 64), jnp.float32)
+    out = jax.ShapeDtypeStruct((h0.shape[0], experts.scale.shape[-1] * GROUP_SIZE), jnp.float32)
     call = jax.ffi.ffi_call("rapidmoe_base_down", out, vmap_method="sequential")
-    return call(h0, expert_ids, expert_weights, layer, codes, scale, offset, bits=np.int64(bits), exact=exact)
+    base = (experts.codes, experts.scale, experts.offset)
+    bits = np.int64(experts.base_bits)
+    return call(h0, expert_ids, expert_weights, layer, *base, bits=bits, exact=experts.exact)
 
 
-def residual_start(request: Correction, *, store: int, exact: bool) -> UInt32[Array, ""]:
+def residual_start(request: Correction, experts: SplitExperts) -> UInt32[Array, ""]:
     """Hand a correction to the worker pool and return its ticket without waiting.
 
-    Args:
-      store: handle from SplitCheckpoint.open_residual.
-      exact: float32 activations; False = int8.
+    experts.exact: float32 throughout; else int8 activations and coefficients.
     """
     call = jax.ffi.ffi_call(
         "rapidmoe_residual_start",
@@ -81,13 +71,13 @@ def residual_start(request: Correction, *, store: int, exact: bool) -> UInt32[Ar
         has_side_effect=True,
         vmap_method="sequential",
     )
-    return call(*request, store=np.int64(store), exact=exact)
+    return call(*request, store=np.int64(experts.store), exact=experts.exact)
 
 
 def residual_done(
     ticket: UInt32[Array, ""], y_base: Float[Array, "T D"]
 ) -> tuple[Float[Array, "T D"], Int32[Array, " 2"]]:
-    """Wait for a correction.
+    """Wait for a correction; a ticket is good for one call.
 
     Returns: y_base + delta, and [records read, unit-tokens corrected] as the kernel counted them.
     """

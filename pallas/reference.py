@@ -1,16 +1,17 @@
 """The base experts in plain XLA: the definition of the GPU kernels, and the path of platforms without one.
 
     u0 = B1 x,  v0 = B3 x,  h0 = silu(u0) v0,  y_base = sum over slots of weight * B2 h0
-Weights are dequantised in float32 for the routed pairs of one token at a time.
+Weights are dequantised in float32 for the routed pairs of one token at a time. The functions have the signatures of
+host_kernels/ops.py.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int32, UInt8
 
+from rapidmoe_jax.config import GROUP_SIZE
+from rapidmoe_jax.experts import SplitExperts
 from rapidmoe_jax.quant import planes
-
-GROUP_SIZE = 64
 
 
 def unpack_codes(packed: UInt8[Array, "*N P"], *, bits: int) -> UInt8[Array, "*N D"]:
@@ -37,23 +38,21 @@ def dequantize_rows(
     return grouped.reshape(code.shape)
 
 
-def base_gate_up_reference(
-    x: Float[Array, "T D"],
-    expert_ids: Int32[Array, "T k"],
-    layer: Int32[Array, ""],
-    codes: UInt8[Array, "L E 3 F P"],
-    scale: Float16[Array, "L E 3 F G"],
-    offset: Float16[Array, "L E 3 F G"],
-    *,
-    bits: int,
+def _matrices(experts: SplitExperts, layer: Int32[Array, ""], ids: Int32[Array, " k"], which: slice) -> Array:
+    """Dequantise matrices of the routed experts of one token: [k, matrices, F, D]."""
+    e = jnp.maximum(ids, 0)
+    parts = (a[layer, e, which] for a in (experts.codes, experts.scale, experts.offset))
+    return dequantize_rows(*parts, bits=experts.base_bits)
+
+
+def base_gate_up(
+    x: Float[Array, "T D"], expert_ids: Int32[Array, "T k"], layer: Int32[Array, ""], experts: SplitExperts
 ) -> tuple[Float[Array, "T k F"], Float[Array, "T k F"], Float[Array, "T k F"]]:
     """Compute u0, v0, h0 of every routed pair; zero where the expert id is -1."""
 
     def token(args):
         x_t, ids = args
-        e = jnp.maximum(ids, 0)
-        w = dequantize_rows(codes[layer, e, :2], scale[layer, e, :2], offset[layer, e, :2], bits=bits)
-        uv = jnp.einsum("kmfd,d->kmf", w, x_t, precision="highest")
+        uv = jnp.einsum("kmfd,d->kmf", _matrices(experts, layer, ids, slice(0, 2)), x_t, precision="highest")
         return jnp.where((ids >= 0)[:, None, None], uv, 0)
 
     uv = jax.lax.map(token, (x.astype(jnp.float32), expert_ids))
@@ -61,23 +60,18 @@ def base_gate_up_reference(
     return u0, v0, jax.nn.silu(u0) * v0
 
 
-def base_down_reference(
+def base_down(
     h0: Float[Array, "T k F"],
     expert_ids: Int32[Array, "T k"],
     expert_weights: Float[Array, "T k"],
     layer: Int32[Array, ""],
-    codes: UInt8[Array, "L E 3 F P"],
-    scale: Float16[Array, "L E 3 F G"],
-    offset: Float16[Array, "L E 3 F G"],
-    *,
-    bits: int,
+    experts: SplitExperts,
 ) -> Float[Array, "T D"]:
     """Compute y_base."""
 
     def token(args):
-        h_t, ids, g = args
-        e = jnp.maximum(ids, 0)
-        w = dequantize_rows(codes[layer, e, 2], scale[layer, e, 2], offset[layer, e, 2], bits=bits)
-        return jnp.einsum("kfd,kf,k->d", w, h_t, jnp.where(ids >= 0, g, 0), precision="highest")
+        h_t, ids, weights = args
+        w = _matrices(experts, layer, ids, slice(2, 3))[:, 0]
+        return jnp.einsum("kfd,kf,k->d", w, h_t, jnp.where(ids >= 0, weights, 0), precision="highest")
 
     return jax.lax.map(token, (h0, expert_ids, expert_weights))

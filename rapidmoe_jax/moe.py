@@ -5,7 +5,6 @@
 Flow of a split layer: gate/up from the base -> policy -> start the correction -> down from the base -> done.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,16 +64,10 @@ def moe_layer(
     if isinstance(experts, FloatExperts):
         return float_experts(x, expert_ids, expert_weights, experts.weights[layer]), MoEStats.zero()
 
-    base = (layer, experts.codes, experts.scale, experts.offset)
-    bits = experts.base_bits
-    host = experts.base_kernel == "host"
-    if host:
-        u0, v0, h0 = ops.base_gate_up(x, expert_ids, *base, bits=bits, exact=experts.exact)
-    else:
-        u0, v0, h0 = reference.base_gate_up_reference(x, expert_ids, *base, bits=bits)
-    down = partial(ops.base_down, exact=experts.exact) if host else reference.base_down_reference
+    base = ops if experts.base_kernel == "host" else reference
+    u0, v0, h0 = base.base_gate_up(x, expert_ids, layer, experts)
     if experts.executor == "off" or isinstance(policy, NoCorrection):
-        return down(h0, expert_ids, expert_weights, *base, bits=bits), MoEStats.zero()
+        return base.base_down(h0, expert_ids, expert_weights, layer, experts), MoEStats.zero()
 
     step = LayerStep(
         expert_ids=expert_ids,
@@ -95,7 +88,7 @@ def moe_layer(
     pending = residual.start(request, experts)
     # The barrier keeps the base's second half after start, so that the two run side by side.
     h0, pending = jax.lax.optimization_barrier((h0, pending))
-    y_base = down(h0, expert_ids, expert_weights, *base, bits=bits)
+    y_base = base.base_down(h0, expert_ids, expert_weights, layer, experts)
     y = residual.done(pending, y_base, experts)
     return y, _stats(step, mask, per_token=context.per_token)
 

@@ -27,7 +27,7 @@ def start(request: Correction, experts: SplitExperts) -> Pending:
     """Begin a correction. Returns what done() needs."""
     match experts.executor:
         case "host":
-            return residual_start(request, store=experts.store, exact=experts.exact)
+            return residual_start(request, experts)
         case "callback":
             return _callback_delta(request, experts)
         case "reference":

@@ -16,8 +16,7 @@ BITS = [(2, 4), (3, 4), (4, 4), (2, 2), (3, 2), (4, 2)]
 
 def make_request(case, experts, tokens, *, share=0.3, layer=0, seed=0) -> ops.Correction:
     step = random_step(case, tokens, seed=seed)
-    args = (step["x"], step["expert_ids"], jnp.int32(layer), experts.codes, experts.scale, experts.offset)
-    u0, v0, h0 = reference.base_gate_up_reference(*args, bits=experts.base_bits)
+    u0, v0, h0 = reference.base_gate_up(step["x"], step["expert_ids"], jnp.int32(layer), experts)
     mask = np.random.default_rng(seed).random(u0.shape) < share
     return ops.Correction(**step, u0=u0, v0=v0, h0=h0, critical_mask=jnp.asarray(mask), layer=jnp.int32(layer))
 
@@ -75,8 +74,7 @@ def test_full_mask_gives_the_whole_split_expert(tmp_path):
     case = TEST_CASES[1]
     experts, weights = random_experts(case, SplitConfig(base_bits=4), tmp_path)
     request = make_request(case, experts, 4, share=2)
-    layer = (jnp.int32(0), experts.codes, experts.scale, experts.offset)
-    y = ops.base_down(request.h0, request.expert_ids, request.expert_weights, *layer, bits=4, exact=True)
+    y = ops.base_down(request.h0, request.expert_ids, request.expert_weights, jnp.int32(0), experts)
     got = correct(request, experts, y)
     for t in range(4):
         wanted = np.zeros(case.width)
@@ -128,7 +126,7 @@ def test_a_unit_is_read_once_for_all_tokens(tmp_path):
     case = TEST_CASES[1]
     experts, _ = random_experts(case, SplitConfig(), tmp_path)
     request = make_request(case, experts, 9, share=2)
-    ticket = ops.residual_start(request, store=experts.store, exact=True)
+    ticket = ops.residual_start(request, experts)
     _, counts = ops.residual_done(ticket, jnp.zeros_like(request.x))
     used = len(np.unique(request.expert_ids))
     assert counts.tolist() == [used * case.units, 9 * case.top_k * case.units]
@@ -172,7 +170,7 @@ def test_bad_requests_give_readable_errors(tmp_path):
         ops.residual_done(jnp.uint32(77), request.x)
     with pytest.raises(Exception, match="x has width 128"):
         wide = request._replace(x=jnp.zeros((2, 128)))
-        ops.residual_start(wide, store=experts.store, exact=True)
+        ops.residual_start(wide, experts)
     with pytest.raises(ValueError, match="executor='fast' is unknown; use host, callback"):
         correct(request, dataclasses.replace(experts, executor="fast"))
     _host.close_store(experts.store)

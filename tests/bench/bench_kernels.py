@@ -71,21 +71,20 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         experts, _ = random_experts(case, spec, Path(folder), exact=False, distinct=1)
-        base = (jnp.int32(0), experts.codes, experts.scale, experts.offset)
         row_bytes = experts.codes.shape[-1] + 2 * 2 * experts.scale.shape[-1]
+        layer = jnp.int32(0)
 
-        def gate_up(s, *b):
-            return jnp.stack(ops.base_gate_up(s[0], s[1], *b, bits=spec.base_bits, exact=False))
+        def gate_up(s, experts):
+            return jnp.stack(ops.base_gate_up(s[0], s[1], layer, experts))
 
-        def gate_up_xla(s, *b):
-            return jnp.stack(reference.base_gate_up_reference(s[0], s[1], *b, bits=spec.base_bits))
+        def gate_up_xla(s, experts):
+            return jnp.stack(reference.base_gate_up(s[0], s[1], layer, experts))
 
-        def down(s, *b):
-            return ops.base_down(s[3], s[1], s[2], *b, bits=spec.base_bits, exact=False)
+        def down(s, experts):
+            return ops.base_down(s[3], s[1], s[2], layer, experts)
 
         def correct(request):
-            ticket = ops.residual_start(request, store=experts.store, exact=False)
-            return ops.residual_done(ticket, request.x)[0]
+            return ops.residual_done(ops.residual_start(request, experts), request.x)[0]
 
         def report(name, tokens, seconds, spread, size, twin=None):
             rate = size / seconds
@@ -99,11 +98,11 @@ def main() -> None:
             each = [tuple(random_step(case, tokens, seed=i).values()) for i in range(STEPS)]
             active = float(np.mean([len(np.unique(s[1])) for s in each]))
             steps = tuple(jnp.stack(a) for a in zip(*each, strict=True))
-            values = jnp.stack([gate_up(s, *base) for s in each])  # [STEPS, 3, T, k, F]
-            seconds, spread = median_s(gate_up, steps, args.repeats, *base)
-            twin = median_s(gate_up_xla, tuple(a[:1] for a in steps), 3, *base)[0] if tokens == 1 else None
+            values = jnp.stack([gate_up(s, experts) for s in each])  # [STEPS, 3, T, k, F]
+            seconds, spread = median_s(gate_up, steps, args.repeats, experts)
+            twin = median_s(gate_up_xla, tuple(a[:1] for a in steps), 3, experts)[0] if tokens == 1 else None
             report("base gate/up", tokens, seconds, spread, active * 2 * case.units * row_bytes, twin)
-            seconds, spread = median_s(down, (*steps, values[:, 2]), args.repeats, *base)
+            seconds, spread = median_s(down, (*steps, values[:, 2]), args.repeats, experts)
             report("base down", tokens, seconds, spread, active * case.units * row_bytes)
             for share in SHARES:
                 chosen = np.random.default_rng(0).random((case.experts, case.units)) < share
