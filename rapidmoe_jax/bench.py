@@ -11,6 +11,7 @@ import numpy as np
 
 from rapidmoe_jax.host_kernels import isa, threads
 from rapidmoe_jax.model import Model
+from rapidmoe_jax.policy import policy_name
 
 
 def machine() -> dict[str, Any]:
@@ -81,7 +82,7 @@ def bench(
         **mine,
         "host_bytes_per_token": runs["own"][-1].residual.host_bytes_per_token,
         "device_bytes": model.device_bytes,
-        "policy": str(own),
+        "policy": policy_name(own),
         "machine": machine(),
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

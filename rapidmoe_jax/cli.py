@@ -15,7 +15,7 @@ from rapidmoe_jax.demo import demo_path, demo_split, demo_tokens
 from rapidmoe_jax.evaluation import FRACTIONS, evaluate, read_tokens
 from rapidmoe_jax.host_kernels import select_isa
 from rapidmoe_jax.model import DEFAULT_POLICY, Model
-from rapidmoe_jax.policy import make_policy
+from rapidmoe_jax.policy import make_policy, policy_name
 from rapidmoe_jax.quant import QUANTIZERS
 from rapidmoe_jax.store import SplitCheckpoint
 
@@ -162,7 +162,7 @@ def _generate(args: argparse.Namespace) -> None:
     show = None if args.json else lambda piece: print(piece.text, end="", flush=True)
     result = model.generate(prompt, stop=args.stop, callback=show, **_sampling(args))
     if args.json:
-        print(json.dumps({**vars(result), "residual": vars(result.residual), "policy": str(model.policy)}))
+        print(json.dumps({**vars(result), "residual": vars(result.residual), "policy": policy_name(model.policy)}))
         return
     print()
     _summary(result)

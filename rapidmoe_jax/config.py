@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+VERSION = "0.1.0"  # of the package; pyproject.toml reads it here
 GROUP_SIZE = 64  # weights along D that share a scale; the packed layout (host_kernels/layout.h) is built on it
 BASE_BITS = (2, 3, 4)
 RESIDUAL_BITS = (2, 4)

@@ -1,14 +1,15 @@
 """The demo model that ships with the package: where it is, and its split in the user's cache folder."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from rapidmoe_jax.config import SplitConfig
+from rapidmoe_jax.config import VERSION, SplitConfig
 from rapidmoe_jax.resplit import split
-from rapidmoe_jax.store import FORMAT_VERSION, SplitCheckpoint
+from rapidmoe_jax.store import SplitCheckpoint
 
 
 def demo_path() -> Path:
@@ -27,9 +28,17 @@ def cache_folder() -> Path:
 
 
 def demo_split(spec: SplitConfig, progress: Callable[[int, int], None] | None = None) -> Path:
-    """Give a split of the demo model, made at first use (some seconds) and kept in cache_folder()."""
-    out = cache_folder() / f"demo-v{FORMAT_VERSION}-b{spec.base_bits}r{spec.residual_bits}"
+    """Give a split of the demo model, made at first use (some seconds) and kept in cache_folder().
+
+    Several processes may ask at once: each makes its own, the first one to finish is kept.
+    """
+    out = cache_folder() / f"demo-{VERSION}-b{spec.base_bits}r{spec.residual_bits}"
     if not SplitCheckpoint.is_one(out):
+        own = out.with_name(f"{out.name}.{os.getpid()}")
         out.parent.mkdir(parents=True, exist_ok=True)
-        split(demo_path(), out, base_bits=spec.base_bits, residual_bits=spec.residual_bits, progress=progress)
+        split(demo_path(), own, base_bits=spec.base_bits, residual_bits=spec.residual_bits, progress=progress)
+        try:
+            own.rename(out)
+        except OSError:  # there by now
+            shutil.rmtree(own)
     return out

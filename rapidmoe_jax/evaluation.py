@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from rapidmoe_jax import steps
 from rapidmoe_jax.model import Model
-from rapidmoe_jax.policy import CorrectAll, Fraction, NoCorrection, Policy, make_policy
+from rapidmoe_jax.policy import CorrectAll, Fraction, NoCorrection, Policy, make_policy, policy_name
 
 FRACTIONS = (0.05, 0.10, 0.15, 0.25, 0.50)
 
@@ -93,7 +92,7 @@ def evaluate(
         "float": {"nll": means[0, 0], "perplexity": math.exp(means[0, 0])},
         "rows": [
             {
-                "policy": _name(policy),
+                "policy": policy_name(policy),
                 "fraction": fraction,
                 "nll": nll,
                 "perplexity": math.exp(nll),
@@ -106,9 +105,3 @@ def evaluate(
         ],
         "tokens": windows * n,
     }
-
-
-def _name(policy: Policy) -> str:
-    if isinstance(policy, jax.tree_util.Partial):
-        return getattr(policy.func, "__name__", "user")
-    return str(policy)

@@ -1,5 +1,6 @@
 """Bring a checkpoint into memory: a published folder as the float model, or a split one as base and residual."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from rapidmoe_jax.experts import EXECUTORS, FloatExperts, SplitExperts
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.models import family, read_config
 from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, layer_runs
-from rapidmoe_jax.resplit import check_tensors, expert_names, read_dense, read_expert
+from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
 from rapidmoe_jax.store import SplitCheckpoint
 
 
@@ -122,6 +123,12 @@ def choose_executor(executor: str | None) -> str:
     Raises: ValueError if it is unknown or cannot run here.
     """
     cpu = jax.default_backend() == "cpu"
+    if executor is None and not cpu:
+        warnings.warn(
+            f"on {jax.default_backend()} the base runs in plain XLA and corrections go through a Python callback: "
+            "right, but slow (executor='callback')",
+            stacklevel=3,
+        )
     if executor is None:
         return "host" if cpu else "callback"
     if executor not in EXECUTORS:

@@ -230,6 +230,13 @@ def _first_experts(step: LayerStep, r: Int32[Array, ""]) -> Bool[Array, "T k F"]
     return jnp.broadcast_to(chosen[..., None], step.u0.shape)
 
 
+def policy_name(policy: Policy) -> str:
+    """Give a policy's name for reports: as make_policy reads it, or the name of a user's function."""
+    if isinstance(policy, jax.tree_util.Partial):
+        return getattr(policy.func, "__name__", "user")
+    return str(policy)
+
+
 def make_policy(value: str | Policy | None) -> Policy:
     """Turn what a user wrote into a policy.
 

@@ -6,9 +6,12 @@ One layer is in memory at a time. Work goes to OUT.partial and is renamed to OUT
 resumes there at the first missing layer. The on-disk format is store.py's.
 """
 
+import fcntl
+import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import numpy as np
 
 from rapidmoe_jax import quant
 from rapidmoe_jax.checkpoint import Checkpoint, read_json
-from rapidmoe_jax.config import GROUP_SIZE, ModelConfig, SplitConfig
+from rapidmoe_jax.config import GROUP_SIZE, VERSION, ModelConfig, SplitConfig
 from rapidmoe_jax.host_kernels import _host, threads
 from rapidmoe_jax.models import family
+from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
 from rapidmoe_jax.store import COPIED_FILES, FORMAT_VERSION, METADATA, residual_header, save_item, sha256_of, write_json
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -69,7 +73,21 @@ def split(
         "split": {"base_bits": base_bits, "residual_bits": residual_bits},
         "quantizer": getattr(quantizer, "__name__", str(quantizer)),
     }
-    _open_work_folder(work, plan)
+    with _work_folder(work, plan):
+        return _split_into(work, out, checkpoint, fam, cfg, spec, quantizer, plan, progress)
+
+
+def _split_into(
+    work: Path,
+    out: Path,
+    checkpoint: Checkpoint,
+    fam: Any,
+    cfg: ModelConfig,
+    spec: SplitConfig,
+    quantizer: quant.Quantizer,
+    plan: dict[str, Any],
+    progress: Progress | None,
+) -> Path:
     reports = []
     for layer in range(cfg.num_layers):
         if progress:
@@ -80,11 +98,12 @@ def split(
         reports.append(read_json(done))
     save_item(work / "dense" / "globals", read_dense(checkpoint, fam.global_tensors(cfg)))
     for name in COPIED_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, work / name)
+        if (checkpoint.folder / name).exists():
+            shutil.copyfile(checkpoint.folder / name, work / name)
     residuals = sorted((work / "residual").glob("*.bin"))
     metadata = {
         "format_version": FORMAT_VERSION,
+        "made_by": f"rapidmoe_jax {VERSION}",
         "source": {"folder": plan["source"], "sha256": {f.name: sha256_of(f) for f in checkpoint.files}},
         "config": checkpoint.config,
         "split": plan["split"],
@@ -104,61 +123,29 @@ def split(
     return out
 
 
-def check_tensors(checkpoint: Checkpoint, fam: Any, cfg: ModelConfig) -> None:
-    """Compare all tensors of a checkpoint with the config. Raises ValueError listing every difference."""
-    wanted = {name: shape for name, (_, shape) in fam.global_tensors(cfg).items()}
-    for layer in range(cfg.num_layers):
-        wanted |= {name: shape for name, (_, shape) in fam.layer_tensors(cfg, layer).items()}
-        if cfg.moe_layers[layer]:
-            wanted |= {name: shape for _, _, name, shape in fam.expert_tensors(cfg, layer)}
-    checkpoint.validate(wanted)
-
-
-def _open_work_folder(work: Path, plan: dict[str, Any]) -> None:
-    if work.exists():
-        if not (work / "plan.json").exists() or read_json(work / "plan.json") != plan:
+@contextmanager
+def _work_folder(work: Path, plan: dict[str, Any]) -> Generator[None]:
+    """Make the folder of a split under way, or go on with the one that an interrupted split of the same plan left."""
+    fresh = not work.exists()
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "plan.json").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{work}: another process is splitting there; wait for it or choose another OUT") from None
+        file.seek(0)
+        text = file.read()
+        if not text and (fresh or not any(p.name != "plan.json" for p in work.iterdir())):
+            file.write(json.dumps(plan))
+            file.flush()
+        elif text != json.dumps(plan):
             raise ValueError(
                 f"{work}: left by an interrupted split of another source or with other settings; remove it to start "
                 "over"
             )
-        return
-    for name in ("dense", "base", "residual", "reports"):
-        (work / name).mkdir(parents=True)
-    write_json(work / "plan.json", plan)
-
-
-def read_dense(
-    checkpoint: Checkpoint, table: dict[str, tuple[str, tuple[int, ...]]], *, keep_float: bool = False
-) -> dict[str, np.ndarray]:
-    """Read unsplit tensors by our path, in their published precision.
-
-    Args:
-      keep_float: False rounds fp8 weights, dequantised, to bfloat16; True leaves them float32.
-    """
-    tensors = {}
-    for name, (path, _) in table.items():
-        value = checkpoint.read(name)
-        narrow = checkpoint.stored_dtype(name).startswith("F8") and not keep_float
-        tensors[path] = value.astype(ml_dtypes.bfloat16) if narrow else value
-    return tensors
-
-
-def expert_names(fam: Any, cfg: ModelConfig, layer: int) -> list[list[str]]:
-    """Give the published names of each expert's gate_proj, up_proj and down_proj."""
-    names: list[list[str]] = [[] for _ in range(cfg.num_experts)]
-    for expert, _, name, _ in fam.expert_tensors(cfg, layer):
-        names[expert].append(name)
-    return names
-
-
-def read_expert(checkpoint: Checkpoint, names: Sequence[str]) -> np.ndarray:
-    """Read one expert as [3, F, D] float32: gate_proj, up_proj, and down_proj transposed to one row a unit.
-
-    Args:
-      names: published names of the three, in that order.
-    """
-    gate, up, down = (checkpoint.read(name).astype(np.float32) for name in names)
-    return np.stack([gate, up, down.T])
+        for name in ("dense", "base", "residual", "reports"):
+            (work / name).mkdir(exist_ok=True)
+        yield
 
 
 def split_expert(

@@ -11,7 +11,7 @@ import rapidmoe_jax
 from rapidmoe_jax.checkpoint import Checkpoint, _dequantize_fp8
 from rapidmoe_jax.loading import load_float
 from rapidmoe_jax.models import qwen_moe, read_config
-from rapidmoe_jax.resplit import check_tensors
+from rapidmoe_jax.source import check_tensors
 
 SHARD = "model-00001-of-00002.safetensors"
 

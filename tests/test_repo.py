@@ -19,7 +19,7 @@ LEVELS = [
     {"rapidmoe_jax.quant", "rapidmoe_jax.host_kernels", "rapidmoe_jax.checkpoint", "rapidmoe_jax.cache",
      "rapidmoe_jax.experts"},
     {"rapidmoe_jax.host_kernels.ops", "rapidmoe_jax.pallas.reference", "rapidmoe_jax.policy", "rapidmoe_jax.store",
-     "rapidmoe_jax.models.qwen_moe", "rapidmoe_jax.text"},
+     "rapidmoe_jax.models.qwen_moe", "rapidmoe_jax.text", "rapidmoe_jax.source"},
     {"rapidmoe_jax.residual", "rapidmoe_jax.sampling", "rapidmoe_jax.models"},
     {"rapidmoe_jax.moe", "rapidmoe_jax.models.blocks", "rapidmoe_jax.resplit"},
     {"rapidmoe_jax.models.decoder", "rapidmoe_jax.demo"},

@@ -10,7 +10,7 @@ from rapidmoe_jax import quant, resplit
 from rapidmoe_jax.checkpoint import Checkpoint
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.models import qwen_moe, read_config
-from rapidmoe_jax.resplit import expert_names, read_expert
+from rapidmoe_jax.source import expert_names, read_expert
 from rapidmoe_jax.store import SplitCheckpoint, restore_item
 
 
@@ -110,6 +110,15 @@ def test_a_split_killed_in_the_middle_leaves_no_out(tiny, tmp_path):
     assert not out.exists()
     rapidmoe_jax.split(tiny, out)
     assert_same(contents(out), contents(rapidmoe_jax.split(tiny, tmp_path / "whole")))
+
+
+def test_two_splits_to_one_place_do_not_mix(tiny, tmp_path):
+    def again(layer, total):
+        with pytest.raises(ValueError, match="another process is splitting there"):
+            rapidmoe_jax.split(tiny, tmp_path / "out")
+
+    rapidmoe_jax.split(tiny, tmp_path / "out", progress=lambda layer, total: layer == 1 and again(layer, total))
+    SplitCheckpoint(tmp_path / "out").verify()
 
 
 def test_out_must_be_new_and_outside_the_source(tiny, tmp_path):
