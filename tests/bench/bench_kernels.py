@@ -50,6 +50,32 @@ def median_s(step, inputs, repeats: int, *operands) -> tuple[float, float]:
     return statistics.median(times), float(high - low)
 
 
+def measure_overlap(correct, requests, experts, repeats: int) -> dict[str, float]:
+    """Time XLA work alone, a correction alone, and the work put between the correction's start and done."""
+    size = 512
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)) / size
+
+    def work(x, rounds):
+        return jax.lax.fori_loop(0, rounds, lambda _, y: jnp.tanh(y @ matrix), x)
+
+    def alone(request, rounds):
+        return work(jnp.broadcast_to(request.x[:1, :size], (size, size)), rounds)
+
+    def between(request, rounds):
+        ticket = ops.residual_start(request, experts)
+        x, ticket = jax.lax.optimization_barrier((request.x, ticket))
+        done = alone(request._replace(x=x), rounds)
+        return ops.residual_done(ticket, request.x + 0 * done[0, 0])[0]
+
+    residual, _ = median_s(correct, requests, repeats)
+    once, _ = median_s(alone, requests, repeats, jnp.int32(1))
+    rounds = jnp.int32(max(1, round(residual / once)))  # as long as the correction
+    xla, _ = median_s(alone, requests, repeats, rounds)
+    together, _ = median_s(between, requests, repeats, rounds)
+    return {"xla_us": xla * 1e6, "residual_us": residual * 1e6, "together_us": together * 1e6,
+            "sum_us": (xla + residual) * 1e6}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=[c.name for c in BENCH_CASES], default="qwen3-30b")
@@ -113,8 +139,19 @@ def main() -> None:
                 seconds, spread = median_s(correct, requests, args.repeats)
                 size = records * experts.record_bytes
                 report(f"residual {100 * share:.0f} % of units", tokens, seconds, spread, size)
-    print(json.dumps({"machine": where, "shape": case.name, "base_bits": spec.base_bits,
-                      "residual_bits": spec.residual_bits, "read_gb_s": ceiling / 1e9, "rows": rows}))  # fmt: skip
+        overlap = measure_overlap(correct, requests, experts, args.repeats)
+        print("overlap: XLA work {xla_us:.0f} us, correction {residual_us:.0f} us, between start and done "
+              "{together_us:.0f} us (sum {sum_us:.0f})".format(**overlap))  # fmt: skip
+    result = {
+        "machine": where,
+        "shape": case.name,
+        "base_bits": spec.base_bits,
+        "residual_bits": spec.residual_bits,
+        "read_gb_s": ceiling / 1e9,
+        "rows": rows,
+        "overlap": overlap,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
