@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
 from rapidmoe_jax import generate as generation
 from rapidmoe_jax import steps
@@ -89,7 +89,7 @@ class Model:
         c = self.config
         return self.record_bytes * c.num_moe_layers * c.num_experts * c.expert_size
 
-    def logits(self, token_ids: Sequence[int] | Int[np.ndarray, " T"]) -> Float[np.ndarray, "T V"]:
+    def logits(self, token_ids: Sequence[int] | Integer[np.ndarray, " T"]) -> Float[np.ndarray, "T V"]:
         """Give float32 logits after each token of a sequence under the current policy.
 
         Every token is corrected as if it had been decoded one by one.
