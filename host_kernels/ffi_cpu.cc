@@ -2,6 +2,7 @@
 // layers stay one operand each, indexed here, so that a scan over layers does not copy a layer's weights.
 #include "ffi_cpu.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 
@@ -49,8 +50,9 @@ ffi::Error guarded(const char* op, Body body) {
 ffi::Error base_layer(const char* op, int64_t bits, S32 layer, U8 codes, F16 scale, F16 offset, BaseLayer* out) {
   const auto c = codes.dimensions(), s = scale.dimensions();
   if (c.size() != 5 || c[2] != 3) return wrong(op, "codes", c, "[L, E, 3, F, D * bits / 8]");
-  if (s.size() != 5 || scale.element_count() != offset.element_count())
-    return wrong(op, "scale", s, "[L, E, 3, F, D / 64], as offset");
+  if (s.size() != 5 || !std::equal(c.begin(), c.begin() + 4, s.begin()))
+    return wrong(op, "scale", s, "[L, E, 3, F, D / 64] with the L, E, F of codes");
+  if (offset.element_count() != scale.element_count()) return wrong(op, "offset", offset.dimensions(), shape_of(s));
   if (bits < 2 || bits > 4) return ffi::Error::InvalidArgument(std::string(op) + ": bits must be 2, 3 or 4");
   const int64_t width = s[4] * kGroup, l = layer.typed_data()[0];
   if (c[4] != row_bytes(int(bits), width))
@@ -86,6 +88,8 @@ ffi::Error Down(int64_t bits, bool exact, F32 h0, S32 experts, F32 weights, S32 
   const auto hd = h0.dimensions(), ed = experts.dimensions();
   if (hd.size() != 3 || hd[2] != base.units) return wrong(op, "h0", hd, "[T, k, " + std::to_string(base.units) + "]");
   if (ed.size() != 2 || ed[0] != hd[0] || ed[1] != hd[1]) return wrong(op, "expert_ids", ed, "[T, k] of h0");
+  if (weights.element_count() != experts.element_count())
+    return wrong(op, "expert_weights", weights.dimensions(), shape_of(ed));
   return guarded(op, [&] {
     base_down(active_rows(), Pool::instance(), base, {hd[0], hd[1], base.width, nullptr, experts.typed_data()},
               exact, weights.typed_data(), h0.typed_data(), y->typed_data());
@@ -99,6 +103,8 @@ ffi::Error Start(int64_t store, bool exact, F32 x, S32 experts, F32 weights, F32
   if (xd.size() != 2) return wrong(op, "x", xd, "[T, D]");
   if (md.size() != 3 || md[0] != xd[0]) return wrong(op, "critical_mask", md, "[T, k, F]");
   if (experts.element_count() != size_t(md[0] * md[1])) return wrong(op, "expert_ids", experts.dimensions(), "[T, k]");
+  if (weights.element_count() != experts.element_count())
+    return wrong(op, "expert_weights", weights.dimensions(), "[T, k]");
   for (const F32* value : {&u0, &v0, &h0})
     if (value->element_count() != mask.element_count()) return wrong(op, "u0, v0, h0", value->dimensions(), shape_of(md));
   return guarded(op, [&] {

@@ -63,7 +63,7 @@ class Pool {
   void stop();
   void loop();
 
-  int threads_ = 0;
+  std::atomic<int> threads_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> submitted_{0};

@@ -42,6 +42,7 @@ class Model:
         prefill_tokens: int | None,
     ):
         self.folder, self.config, self.params, self.experts = folder, config, params, experts
+        self._loaded = experts  # keeps the residual files mapped, whatever self.experts is replaced by
         self.max_cache_len = max_cache_len
         self.prefill_tokens = 2**31 - 1 if prefill_tokens is None else prefill_tokens
         self.policy = policy

@@ -171,6 +171,8 @@ def test_bad_requests_give_readable_errors(tmp_path):
     with pytest.raises(Exception, match="x has width 128"):
         wide = request._replace(x=jnp.zeros((2, 128)))
         ops.residual_start(wide, experts)
+    with pytest.raises(Exception, match=r"residual_start\(expert_weights\): got shape \[2, 1\], wanted \[T, k\]"):
+        ops.residual_start(request._replace(expert_weights=request.expert_weights[:, :1]), experts)
     with pytest.raises(ValueError, match="executor='fast' is unknown; use host, callback"):
         correct(request, dataclasses.replace(experts, executor="fast"))
     _host.close_store(experts.store)
