@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -73,54 +73,53 @@ def split(
         "split": {"base_bits": base_bits, "residual_bits": residual_bits},
         "quantizer": getattr(quantizer, "__name__", str(quantizer)),
     }
+    job = _Job(checkpoint, fam, cfg, spec, quantizer, work)
     with _work_folder(work, plan):
-        return _split_into(work, out, checkpoint, fam, cfg, spec, quantizer, plan, progress)
+        reports = []
+        for layer in range(cfg.num_layers):
+            if progress:
+                progress(layer, cfg.num_layers)
+            done = work / "reports" / f"layer_{layer:03d}.json"
+            if not done.exists():
+                write_json(done, _split_layer(job, layer))
+            reports.append(read_json(done))
+        save_item(work / "dense" / "globals", read_dense(checkpoint, fam.global_tensors(cfg)))
+        for name in COPIED_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, work / name)
+        write_json(work / METADATA, _metadata(job, plan, reports))
+        work.rename(out)
+        shutil.rmtree(out / "reports")
+        (out / "plan.json").unlink()
+    if progress:
+        progress(cfg.num_layers, cfg.num_layers)
+    return out
 
 
-def _split_into(
-    work: Path,
-    out: Path,
-    checkpoint: Checkpoint,
-    fam: Any,
-    cfg: ModelConfig,
-    spec: SplitConfig,
-    quantizer: quant.Quantizer,
-    plan: dict[str, Any],
-    progress: Progress | None,
-) -> Path:
-    reports = []
-    for layer in range(cfg.num_layers):
-        if progress:
-            progress(layer, cfg.num_layers)
-        done = work / "reports" / f"layer_{layer:03d}.json"
-        if not done.exists():
-            write_json(done, _split_layer(checkpoint, fam, cfg, spec, quantizer, layer, work))
-        reports.append(read_json(done))
-    save_item(work / "dense" / "globals", read_dense(checkpoint, fam.global_tensors(cfg)))
-    for name in COPIED_FILES:
-        if (checkpoint.folder / name).exists():
-            shutil.copyfile(checkpoint.folder / name, work / name)
-    residuals = sorted((work / "residual").glob("*.bin"))
-    metadata = {
+class _Job(NamedTuple):
+    checkpoint: Checkpoint
+    fam: Any  # module in models/
+    cfg: ModelConfig
+    spec: SplitConfig
+    quantizer: quant.Quantizer
+    work: Path
+
+
+def _metadata(job: _Job, plan: dict[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
+    residuals = sorted((job.work / "residual").glob("*.bin"))
+    return {
         "format_version": FORMAT_VERSION,
         "made_by": f"rapidmoe_jax {VERSION}",
-        "source": {"folder": plan["source"], "sha256": {f.name: sha256_of(f) for f in checkpoint.files}},
-        "config": checkpoint.config,
+        "source": {"folder": plan["source"], "sha256": {f.name: sha256_of(f) for f in job.checkpoint.files}},
+        "config": job.checkpoint.config,
         "split": plan["split"],
         "quantizer": plan["quantizer"],
         "group_size": GROUP_SIZE,
-        "lambda": [1.0] * cfg.num_moe_layers,
+        "lambda": [1.0] * job.cfg.num_moe_layers,
         "lambda_calibrated": False,
         "layers": [r for r in reports if "base_error" in r],
         "residual_files": {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in residuals},
     }
-    shutil.rmtree(work / "reports")
-    (work / "plan.json").unlink()
-    write_json(work / METADATA, metadata)
-    work.rename(out)
-    if progress:
-        progress(cfg.num_layers, cfg.num_layers)
-    return out
 
 
 @contextmanager
@@ -159,6 +158,7 @@ def split_expert(
     _, units, width = w.shape
     rows = w.reshape(3 * units, width)
     base = quantizer(rows, bits=spec.base_bits, residual_bits=spec.residual_bits)
+    _check_codes(base, rows, spec)
     base_w = quant.dequantize(base)
     code, scale = quant.quantize_residual(rows - base_w, bits=spec.residual_bits)
     residual_w = quant.dequantize_residual(code, scale, bits=spec.residual_bits)
@@ -180,6 +180,21 @@ def split_expert(
         "rest": float(np.square(rows - base_w - residual_w).sum()),
     }
     return arrays, records, sums
+
+
+def _check_codes(base: quant.Codes, rows: np.ndarray, spec: SplitConfig) -> None:
+    """Refuse codes that do not fit the layout: a quantiser's fault, or weights beyond half-precision scales."""
+    groups = (rows.shape[0], rows.shape[1] // GROUP_SIZE)
+    got = (base.code.shape, base.scale.shape, base.offset.shape)
+    if got != (rows.shape, groups, groups) or base.scale.dtype != np.float16 or base.offset.dtype != np.float16:
+        raise ValueError(
+            f"the quantiser gave codes, scales and offsets of shapes {got} and dtype {base.scale.dtype}, wanted "
+            f"{(rows.shape, groups, groups)} and float16"
+        )
+    if base.code.max() >= 2**spec.base_bits:
+        raise ValueError(f"the quantiser gave a code {base.code.max()}, wanted less than {2**spec.base_bits}")
+    if not (np.isfinite(base.scale).all() and np.isfinite(base.offset).all()):
+        raise ValueError(f"weights up to {np.abs(rows).max():g} do not fit half-precision scales; rescale the model")
 
 
 def pack_records(
@@ -205,15 +220,8 @@ def pack_records(
     return records
 
 
-def _split_layer(
-    checkpoint: Checkpoint,
-    fam: Any,
-    cfg: ModelConfig,
-    spec: SplitConfig,
-    quantizer: quant.Quantizer,
-    layer: int,
-    work: Path,
-) -> dict[str, Any]:
+def _split_layer(job: _Job, layer: int) -> dict[str, Any]:
+    checkpoint, fam, cfg, spec, quantizer, work = job
     save_item(work / "dense" / f"layer_{layer:03d}", read_dense(checkpoint, fam.layer_tensors(cfg, layer)))
     if not cfg.moe_layers[layer]:
         return {"layer": layer}
@@ -224,7 +232,10 @@ def _split_layer(
     names = expert_names(fam, cfg, layer)
 
     def one(expert: int):
-        return split_expert(read_expert(checkpoint, names[expert]), spec, quantizer)
+        try:
+            return split_expert(read_expert(checkpoint, names[expert]), spec, quantizer)
+        except ValueError as e:
+            raise ValueError(f"layer {layer}, expert {expert}: {e}") from None
 
     with (work / "residual" / f"{moe_index:03d}.bin").open("wb") as file, ThreadPoolExecutor(threads()) as pool:
         file.write(residual_header(cfg, spec, moe_index))

@@ -87,7 +87,7 @@ def test_an_interrupted_split_resumes_to_the_same(tiny, tmp_path, monkeypatch):
         rapidmoe_jax.split(tiny, out, base_bits=2)
     done = []
     original = resplit._split_layer
-    monkeypatch.setattr(resplit, "_split_layer", lambda *a: done.append(a[5]) or original(*a))
+    monkeypatch.setattr(resplit, "_split_layer", lambda *a: done.append(a[1]) or original(*a))
     rapidmoe_jax.split(tiny, out)
     assert done == [2] and not (tmp_path / "out.partial").exists()
     assert_same(contents(out), contents(whole))
@@ -149,6 +149,22 @@ def test_a_users_quantizer_is_used(tiny, tmp_path):
     out = rapidmoe_jax.split(tiny, tmp_path / "out", quantizer=mine)
     assert len(calls) == 12 and calls[0] == (96, 64)
     assert SplitCheckpoint(out).metadata["quantizer"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c._replace(code=c.code + 8), "layer 0, expert 0: the quantiser gave a code .*, wanted less than 8"),
+        (lambda c: c._replace(scale=c.scale[:, :0]), "layer 0, expert 0: the quantiser gave codes, scales and offsets"),
+        (lambda c: c._replace(scale=c.scale * np.float16(np.inf)), "do not fit half-precision scales"),
+    ],
+)
+def test_a_quantizer_that_breaks_the_layout_is_refused(tiny, tmp_path, change, message):
+    def broken(w, *, bits, residual_bits):
+        return change(quant.quantize_nested(w, bits=bits, residual_bits=residual_bits))
+
+    with pytest.raises(ValueError, match=message):
+        rapidmoe_jax.split(tiny, tmp_path / "out", quantizer=broken)
 
 
 def test_base_and_residual_are_read_without_each_other(tiny, tmp_path):
