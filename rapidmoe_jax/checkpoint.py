@@ -100,12 +100,11 @@ class Checkpoint:
             offset = 8 + length + info["data_offsets"][0]
             self._stored[name] = _Stored(file, info["dtype"], tuple(info["shape"]), offset)
 
-    def validate(self, wanted: Mapping[str, tuple[int, ...]], ignore=lambda name: False) -> None:
+    def validate(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names, shapes and dtypes with what a model needs.
 
         Args:
           wanted: published name -> shape.
-          ignore: True for published names that are known and not needed.
         Raises: ValueError that lists every missing, unknown, mis-shaped or unreadable tensor.
         """
         problems = []
@@ -126,7 +125,7 @@ class Checkpoint:
                         f"{name}{_SCALE}: {scale.dtype} {list(scale.shape)}, wanted F32 {list(grid)} (128x128 blocks)"
                     )
         for name in self._stored:
-            if name not in wanted and name.removesuffix(_SCALE) not in wanted and not ignore(name):
+            if name not in wanted and name.removesuffix(_SCALE) not in wanted:
                 problems.append(f"{name}: unknown, the model has no such tensor")
         if problems:
             raise ValueError(_report(self.folder, problems, "the files do not belong to this config.json"))
