@@ -108,6 +108,7 @@ class TextStream:
         if not self.stopped:
             before = self._codec.decode(self._ids[self._start : self._read])
             self._take(self._codec.decode(self._ids[self._start :])[len(before) :])
+            self._start = self._read = len(self._ids)
         return self._give(0)
 
     def _take(self, new: str) -> None:

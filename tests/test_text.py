@@ -35,8 +35,9 @@ def test_streamed_pieces_join_to_the_text_and_never_cut_a_character(codec):
 
 def test_bytes_that_are_no_utf8_come_out_at_the_end(codec):
     ids = codec.encode("a 東")[:-1]
-    out, _ = pieces(codec, ids)
+    out, stream = pieces(codec, ids)
     assert "".join(out) == codec.decode(ids)
+    assert stream.finish() == "" and stream.text == codec.decode(ids)
 
 
 @pytest.mark.parametrize("stop", ["brown fox", "own f", " ", "quick", "k b"])
