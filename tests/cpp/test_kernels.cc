@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -107,7 +108,7 @@ void test_rows(const RowKernels& rows) {
 }
 
 std::string write_records(const ResidualShape& s, const char* magic = "RMOERES1") {
-  std::string path = "/tmp/rapidmoe_test_XXXXXX";
+  std::string path = (std::filesystem::temp_directory_path() / "rapidmoe_XXXXXX").string();
   const int fd = mkstemp(path.data());
   const int64_t record = RecordLayout(s.base_bits, s.residual_bits, s.width).bytes;
   std::vector<uint8_t> data(kHeaderBytes);
