@@ -159,13 +159,16 @@ def _info(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     model = _load(args, args.policy)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    show = None if args.json else lambda piece: print(piece.text, end="", flush=True)
-    result = model.generate(prompt, stop=args.stop, callback=show, **_sampling(args))
+    result = model.generate(prompt, stop=args.stop, callback=None if args.json else _show, **_sampling(args))
     if args.json:
         print(json.dumps({**vars(result), "residual": vars(result.residual), "policy": policy_name(model.policy)}))
         return
     print()
     _summary(result)
+
+
+def _show(piece: rapidmoe_jax.Piece) -> None:
+    print(piece.text, end="", flush=True)
 
 
 def _summary(result: rapidmoe_jax.Generation) -> None:
@@ -191,9 +194,7 @@ def _chat(args: argparse.Namespace) -> None:
             break
         messages.append({"role": "user", "content": line})
         prompt = model.codec.render_chat(messages)
-        result = model.generate(
-            prompt, stop=stop, callback=lambda piece: print(piece.text, end="", flush=True), **_sampling(args)
-        )
+        result = model.generate(prompt, stop=stop, callback=_show, **_sampling(args))
         print()
         messages.append({"role": "assistant", "content": result.text})
 
@@ -263,16 +264,12 @@ def _demo(args: argparse.Namespace) -> None:
         demo_split(SplitConfig(), progress)
     model = rapidmoe_jax.load("demo", threads=args.threads)
     report.placement(model)
+    sampling = {"temperature": 0.7, "top_p": 0.95, "seed": 1}
+    with report.progress_bar("compiling"):
+        model.generate(DEMO_PROMPTS[0], max_new_tokens=2, **sampling)
     for prompt in DEMO_PROMPTS:
         print(f"\n{prompt}", end="", flush=True)
-        result = model.generate(
-            prompt,
-            max_new_tokens=60,
-            temperature=0.7,
-            top_p=0.95,
-            seed=1,
-            callback=lambda piece: print(piece.text, end="", flush=True),
-        )
+        result = model.generate(prompt, max_new_tokens=60, callback=_show, **sampling)
         print()
         _summary(result)
     print()
