@@ -46,6 +46,35 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(cfg.width, cfg.rms_norm_eps)
         self.mlp = MoE(cfg, rngs=rngs) if moe else MLP(cfg, rngs=rngs)
 
+    def attend(
+        self,
+        stream: Float[Array, "B C D"],
+        start: Int32[Array, " B"],
+        rope: tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]],
+        cache: KVCache,
+        layer: Int32[Array, ""],
+    ) -> tuple[Float[Array, "B C D"], KVCache]:
+        """Run the layer's first half. layer counts all layers."""
+        with jax.named_scope("attention"):
+            mixed, cache = self.attn(self.attn_norm(stream), start, rope, cache, layer)
+        return stream + mixed, cache
+
+    def dense(self, stream: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
+        """Run the second half of a layer without experts."""
+        return stream + self.mlp(self.mlp_norm(stream))
+
+    def route(
+        self, stream: Float[Array, "B C D"]
+    ) -> tuple[Float[Array, "T D"], Float[Array, " T"], Int32[Array, "T k"], Float[Array, "T k"]]:
+        """Begin the second half of a layer with experts, T = B * C tokens.
+
+        Returns: the experts' input, |x_t|^2 of the stream, expert_ids, expert_weights.
+        """
+        assert isinstance(self.mlp, MoE)
+        flat = self.mlp_norm(stream).reshape(-1, stream.shape[-1])
+        square = jnp.square(stream.astype(jnp.float32)).sum(-1).reshape(-1)
+        return flat, square, *self.mlp.route(flat)
+
     def __call__(
         self,
         stream: Float[Array, "B C D"],
@@ -53,20 +82,16 @@ class DecoderLayer(nnx.Module):
         cache: KVCache,
         layer: Int32[Array, ""],
         moe: Int32[Array, ""],
+        spent: Int32[Array, "*T"],
     ) -> tuple[Float[Array, "B C D"], KVCache, MoEStats]:
-        """Run one layer. layer counts all layers, moe those with experts."""
-        with jax.named_scope("attention"):
-            mixed, cache = self.attn(self.attn_norm(stream), step.start, step.rope, cache, layer)
-        stream = stream + mixed
-        x = self.mlp_norm(stream)
+        """Run one layer. layer counts all layers, moe those with experts; spent: see moe_layer."""
+        stream, cache = self.attend(stream, step.start, step.rope, cache, layer)
         if isinstance(self.mlp, MLP):
-            return stream + self.mlp(x), cache, MoEStats.zero()
+            return self.dense(stream), cache, step.context.no_stats()
         with jax.named_scope("experts"):
-            flat = x.reshape(-1, x.shape[-1])
-            square = jnp.square(stream.astype(jnp.float32)).sum(-1).reshape(-1)
-            ids, weights = self.mlp.route(flat)
-            y, stats = moe_layer(flat, square, ids, weights, moe, step.experts, step.policy, step.context)
-        return stream + y.reshape(x.shape).astype(stream.dtype), cache, stats
+            x, square, ids, weights = self.route(stream)
+            y, stats = moe_layer(x, square, ids, weights, moe, step.experts, step.policy, step.context, spent)
+        return stream + y.reshape(stream.shape).astype(stream.dtype), cache, stats
 
 
 @dataclass(frozen=True)
@@ -107,6 +132,12 @@ def abstract_layer(cfg: ModelConfig, *, moe: bool) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, moe=moe, rngs=nnx.Rngs(0))))
 
 
+def fill_state(state: Any, arrays: dict[str, Any]) -> Any:
+    """Put arrays, by our path, into a layer's (stacked) state."""
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in flat])
+
+
 def decoder_step(
     cfg: ModelConfig,
     params: DecoderParams,
@@ -128,7 +159,7 @@ def decoder_step(
     positions = start[:, None] + jnp.arange(tokens.shape[1])
     step = Step(start, rope_table(positions, cfg.head_dim, cfg.rope_theta), experts, policy, context)
     stream = params.embed[tokens]
-    stats = MoEStats.zero()
+    stats = context.no_stats()
     for (moe, first, count), state in zip(layer_runs(cfg), params.runs, strict=True):
         graphdef, _ = abstract_layer(cfg, moe=moe)
         before = sum(cfg.moe_layers[:first])
@@ -136,7 +167,7 @@ def decoder_step(
         def body(carry, layer_state, graphdef=graphdef, first=first, before=before):
             stream, cache, stats, i = carry
             layer = nnx.merge(graphdef, layer_state)
-            stream, cache, new = layer(stream, step, cache, first + i, before + i)
+            stream, cache, new = layer(stream, step, cache, first + i, before + i, stats.units)
             return (stream, cache, MoEStats(*(a + b for a, b in zip(stats, new, strict=True))), i + 1), None
 
         (stream, cache, stats, _), _ = jax.lax.scan(body, (stream, cache, stats, jnp.int32(0)), state, length=count)

@@ -1,34 +1,14 @@
 """`rapidmoe bench`: time prefill and decode of a loaded model, several policies in one run."""
 
-import platform
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from rapidmoe_jax.host_kernels import isa, threads
+from rapidmoe_jax.machine import machine
 from rapidmoe_jax.model import Model
-from rapidmoe_jax.policy import policy_name
-
-
-def machine() -> dict[str, Any]:
-    """Describe this machine: processor, cores in use, instruction set, device, versions."""
-    name = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = names[0] if names else name
-    return {
-        "cpu": name,
-        "threads": threads(),
-        "isa": isa(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
+from rapidmoe_jax.policies import policy_name
 
 
 def bench(

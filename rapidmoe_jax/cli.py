@@ -1,4 +1,4 @@
-"""The command line: rapidmoe split | info | generate | chat | eval | bench | demo."""
+"""The command line: rapidmoe split | info | generate | chat | eval | frontier | bench | demo."""
 
 import argparse
 import json
@@ -7,15 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 import rapidmoe_jax
 from rapidmoe_jax import report
 from rapidmoe_jax.bench import bench
+from rapidmoe_jax.calibration import read_tokens
 from rapidmoe_jax.config import BASE_BITS, RESIDUAL_BITS, SplitConfig
-from rapidmoe_jax.demo import demo_path, demo_split, demo_tokens
-from rapidmoe_jax.evaluation import FRACTIONS, evaluate, read_tokens
+from rapidmoe_jax.demo import calibration_for, demo_path, demo_split, demo_tokens
+from rapidmoe_jax.evaluation import FRACTIONS, evaluate
+from rapidmoe_jax.frontier import frontier, plot
 from rapidmoe_jax.host_kernels import select_isa
 from rapidmoe_jax.model import DEFAULT_POLICY, Model
-from rapidmoe_jax.policy import make_policy, policy_name
+from rapidmoe_jax.policies import FORMS, make_policy, policy_name
 from rapidmoe_jax.quant import QUANTIZERS
 from rapidmoe_jax.store import SplitCheckpoint
 
@@ -53,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("out", help="folder to create")
     p.add_argument("--base-bits", type=int, choices=BASE_BITS, default=3)
     p.add_argument("--residual-bits", type=int, choices=RESIDUAL_BITS, default=4)
-    p.add_argument("--quantizer", choices=list(QUANTIZERS), default="nested")
+    p.add_argument("--calibration", help="text or token ids (.npy, JSON) to measure the model on, for a better base "
+                   "and policies that know what errors cost; demo = a text that comes along")  # fmt: skip
+    p.add_argument("--quantizer", choices=["gptq", *QUANTIZERS], help="default: gptq with --calibration, else nested")
 
     p = command("info", _info, "show what is in a split checkpoint")
     p.add_argument("model", help="split checkpoint, or demo")
@@ -73,13 +79,15 @@ def _parser() -> argparse.ArgumentParser:
 
     p = command("eval", _eval, "loss and KL against the float model, for several budgets")
     _model_options(p, policy=False)
-    p.add_argument("--tokens", help="token ids: .npy or a JSON list (demo brings its own)")
-    p.add_argument("--reference", help="published folder of the float model; default: where the split was made from")
+    _text_options(p, windows=8)
     p.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="shares of unit bytes, with commas")
     p.add_argument("--policy", action="append", default=[], help="a further policy as a row; may be repeated")
-    p.add_argument("--window", type=int, help="tokens a window (default 1024)")
-    p.add_argument("--windows", type=int, default=8)
     p.add_argument("--json", action="store_true")
+
+    p = command("frontier", _frontier, "loss and KL against host bytes and time, policy by policy: table, JSON, plot")
+    _model_options(p, policy=False)
+    p.add_argument("--out", default="frontier", help="folder to write; an interrupted run goes on there")
+    _text_options(p, windows=4)
 
     p = command("bench", _bench, "time prefill and decode")
     _model_options(p)
@@ -96,14 +104,19 @@ def _parser() -> argparse.ArgumentParser:
 def _model_options(p: argparse.ArgumentParser, policy: bool = True) -> None:
     p.add_argument("model", help="split checkpoint, published folder (float model), or demo")
     if policy:
-        p.add_argument(
-            "--policy", default=DEFAULT_POLICY, help="none, all, fraction=0.15, rank=2 (default %(default)s)"
-        )
+        p.add_argument("--policy", default=DEFAULT_POLICY, help=f"{FORMS}; default share=0.15, see README")
     p.add_argument("--executor", help="host, callback, reference or off (default: the best of this machine)")
     p.add_argument("--threads", type=int, help="host threads (default: RAPIDMOE_THREADS or all cores)")
     p.add_argument("--base-bits", type=int, choices=BASE_BITS, help="of demo only (default 3)")
     p.add_argument("--residual-bits", type=int, choices=RESIDUAL_BITS, help="of demo only (default 4)")
     p.add_argument("--exact", action="store_true", help="float32 instead of int8 activations in the host kernels")
+
+
+def _text_options(p: argparse.ArgumentParser, windows: int) -> None:
+    p.add_argument("--tokens", help="token ids: .npy or a JSON list (demo brings its own)")
+    p.add_argument("--reference", help="published folder of the float model; default: where the split was made from")
+    p.add_argument("--window", type=int, help="tokens a window (default 1024)")
+    p.add_argument("--windows", type=int, default=windows)
 
 
 def _sampling_options(p: argparse.ArgumentParser) -> None:
@@ -137,6 +150,7 @@ def _sampling(args: argparse.Namespace) -> dict:
 
 def _split(args: argparse.Namespace) -> None:
     source = demo_path() if args.source == "demo" else Path(args.source)
+    calibration = calibration_for(source) if args.calibration == "demo" else args.calibration
     with report.progress_bar("splitting") as progress:
         rapidmoe_jax.split(
             source,
@@ -144,6 +158,7 @@ def _split(args: argparse.Namespace) -> None:
             base_bits=args.base_bits,
             residual_bits=args.residual_bits,
             quantizer=args.quantizer,
+            calibration=calibration,
             progress=progress,
         )
     report.checkpoint_info(SplitCheckpoint(args.out))
@@ -164,21 +179,11 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps({**vars(result), "residual": vars(result.residual), "policy": policy_name(model.policy)}))
         return
     print()
-    _summary(result)
+    report.generation(result)
 
 
 def _show(piece: rapidmoe_jax.Piece) -> None:
     print(piece.text, end="", flush=True)
-
-
-def _summary(result: rapidmoe_jax.Generation) -> None:
-    r = result.residual
-    print(
-        f"[{len(result.tokens)} tokens, {result.finish_reason}; first after {result.ttft_s:.2f} s, then "
-        f"{result.tok_per_s:.1f} tok/s; residual: {report.human_bytes(r.host_bytes_per_token)} a token, "
-        f"{100 * r.error_share:.0f} % of the predicted error corrected]",
-        file=sys.stderr,
-    )
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -199,7 +204,8 @@ def _chat(args: argparse.Namespace) -> None:
         messages.append({"role": "assistant", "content": result.text})
 
 
-def _eval(args: argparse.Namespace) -> None:
+def _compared(args: argparse.Namespace) -> tuple[Model, Model, np.ndarray]:
+    """Load a split model, its float model and the text to compare them on."""
     model = _load(args, "none")
     if not model.is_split:
         raise ValueError(f"{args.model} is not split; make a split with: rapidmoe split {args.model} OUT")
@@ -212,13 +218,17 @@ def _eval(args: argparse.Namespace) -> None:
     if not args.tokens and args.model != "demo":
         raise ValueError("--tokens FILE is needed: .npy or a JSON list of token ids")
     tokens = read_tokens(args.tokens) if args.tokens else demo_tokens()
+    return model, rapidmoe_jax.load(source, threads=args.threads), tokens
+
+
+def _eval(args: argparse.Namespace) -> None:
     try:
         fractions = [float(f) for f in args.fractions.split(",")] if args.fractions else []
     except ValueError:
         raise ValueError(f"--fractions {args.fractions}: wanted numbers between 0 and 1 with commas") from None
     for fraction in fractions:
         make_policy(f"fraction={fraction}")
-    reference = rapidmoe_jax.load(source, threads=args.threads)
+    model, reference, tokens = _compared(args)
     with report.progress_bar("evaluating") as progress:
         result = evaluate(
             model,
@@ -236,6 +246,22 @@ def _eval(args: argparse.Namespace) -> None:
         report.evaluation(result)
 
 
+def _frontier(args: argparse.Namespace) -> None:
+    model, reference, tokens = _compared(args)
+    out = Path(args.out)
+    with report.progress_bar("measuring") as progress:
+        result = frontier(model, reference, tokens, out, window=args.window, windows=args.windows, progress=progress)
+    report.frontier(result)
+    bits = SplitCheckpoint(model.folder).split
+    try:
+        plot(
+            result, out / "frontier.png", f"{args.model}, {bits.base_bits}-bit base + {bits.residual_bits}-bit residual"
+        )
+    except ImportError:
+        print("no plot: matplotlib is missing; pip install 'rapidmoe_jax[plot]' and run again", file=sys.stderr)
+    print(f"written to {out}/")
+
+
 def _bench(args: argparse.Namespace) -> None:
     model = _load(args, args.policy)
     with report.progress_bar("timing") as progress:
@@ -247,15 +273,7 @@ def _bench(args: argparse.Namespace) -> None:
             progress=progress,
         )
     if not args.json:
-        m = result["machine"]
-        print(f"{m['cpu']}, {m['threads']} threads, {m['isa']}, jax {m['jax']} on {m['device']}")
-        rows = [[result["policy"], f"{result['ttft_s'] * 1e3:.1f}", f"{result['tpot_s'] * 1e3:.2f}",
-                 f"{result['decode_tok_per_s']:.1f}", "1"]]  # fmt: skip
-        for name, c in result["compared"].items():
-            rows.append([name, f"{c['ttft_s'] * 1e3:.1f}", f"{c['tpot_s'] * 1e3:.2f}",
-                         f"{c['decode_tok_per_s']:.1f}", f"{1 / c['tpot_ratio']:.2f}"])  # fmt: skip
-        title = f"{result['prompt_tokens']} prompt tokens, {result['new_tokens']} new, one row"
-        report.print_table(title, ["policy", "first token ms", "ms a token", "tok/s", "ratio"], rows)
+        report.timing(result)
     print(json.dumps(result))
 
 
@@ -271,7 +289,7 @@ def _demo(args: argparse.Namespace) -> None:
         print(f"\n{prompt}", end="", flush=True)
         result = model.generate(prompt, max_new_tokens=60, callback=_show, **sampling)
         print()
-        _summary(result)
+        report.generation(result)
     print()
     with report.progress_bar("measuring the loss") as progress:
         reference = rapidmoe_jax.load(demo_path(), threads=args.threads)

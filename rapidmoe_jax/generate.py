@@ -13,7 +13,9 @@ import numpy as np
 
 from rapidmoe_jax import steps
 from rapidmoe_jax.cache import KVCache
+from rapidmoe_jax.controller import budget_policy, update
 from rapidmoe_jax.moe import MoEStats
+from rapidmoe_jax.policies import BudgetTime
 from rapidmoe_jax.policy import Policy
 from rapidmoe_jax.sampling import Sampling
 from rapidmoe_jax.text import TextStream
@@ -119,10 +121,13 @@ def run(
     """Generate for a batch. Yields a Piece for each row and step that brings text, and at last the results.
 
     Args:
-      model: config, params, experts, policy, prefill_tokens, codec.
+      model: config, params, experts, policy, prefill_tokens, codec; for a budget_us policy cost and controller.
       callback: called with each Piece; True ends the generation of all rows ("cancelled").
     """
     begin, policy = time.perf_counter(), model.policy  # a change of policy holds from the next call on
+    timed = policy if isinstance(policy, BudgetTime) else None
+    if timed:
+        policy = budget_policy(timed, model.cost, model.controller, model.max_step_bytes)
     rows = [_Row(TextStream(model.codec, stop), len(p), []) for p in prompts]
     cache = KVCache.allocate(model.config, len(rows), model.cache_len(rows, max_new_tokens), model.params.embed.dtype)
     logits, cache, prefill_stats = prefill(model, prompts, cache, policy)
@@ -131,6 +136,7 @@ def run(
     ttft = time.perf_counter() - begin
     totals, decode_begin, cancelled = _Totals(), time.perf_counter(), False
     while True:
+        step_begin = time.perf_counter()
         for piece in _take(rows, token, model.codec.eos_ids, max_new_tokens):
             cancelled |= bool(callback(piece)) if callback else False
             if piece.text:
@@ -145,6 +151,12 @@ def run(
         )
         totals.steps.append(new)
         token = np.asarray(out)
+        if timed and timed.adaptive:
+            measured = (time.perf_counter() - step_begin) * 1e6
+            if len(totals.steps) > 1:  # the first may compile
+                host_bytes = int(new.units) * model.record_bytes
+                model.controller = update(model.controller, model.cost, measured, host_bytes)
+            policy = budget_policy(timed, model.cost, model.controller, model.max_step_bytes)
     decode_s = time.perf_counter() - decode_begin
     yield _results(model, rows, totals, prefill_stats, ttft, decode_s)
 

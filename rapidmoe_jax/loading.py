@@ -13,10 +13,10 @@ from flax import nnx
 
 from rapidmoe_jax.checkpoint import Checkpoint
 from rapidmoe_jax.config import ModelConfig
-from rapidmoe_jax.experts import EXECUTORS, FloatExperts, SplitExperts
+from rapidmoe_jax.experts import EXECUTORS, Calibration, FloatExperts, SplitExperts
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.models import family, read_config
-from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, layer_runs
+from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, fill_state, layer_runs
 from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
 from rapidmoe_jax.store import SplitCheckpoint
 
@@ -35,13 +35,8 @@ def load_params(
             layer = read_layer(first + i)
             for path, into in stacked.items():
                 into[i] = layer[path]
-        runs.append(_fill(state, {path: _to_device(value) for path, value in stacked.items()}))
+        runs.append(fill_state(state, {path: _to_device(value) for path, value in stacked.items()}))
     return DecoderParams(embed=shared["embed"], norm=shared["norm"], head=shared.get("head"), runs=runs)
-
-
-def _fill(state: Any, arrays: dict[str, jax.Array]) -> Any:
-    flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in flat])
 
 
 def _to_device(value: np.ndarray) -> jax.Array:
@@ -92,15 +87,15 @@ def load_split(
             base[name][i] = value
     base["norms"] = base["norms"].view(np.uint16)
     split = checkpoint.split
-    record = _host.record_layout(split.base_bits, split.residual_bits, cfg.width)["bytes"]
+    record_bytes = _host.record_layout(split.base_bits, split.residual_bits, cfg.width)["bytes"]
+    known = checkpoint.calibration
     experts = SplitExperts(
         **{name: _to_device(value) for name, value in base.items()},
-        layer_weight=jnp.asarray(checkpoint.metadata["lambda"], jnp.float32),
-        calibrated=jnp.asarray(checkpoint.metadata["lambda_calibrated"]),
-        records=_read_records(checkpoint, cfg, record) if executor == "reference" else None,
+        calibration=Calibration.of(known) if known else Calibration.none(cfg.num_moe_layers),
+        records=_read_records(checkpoint, cfg, record_bytes) if executor == "reference" else None,
         base_bits=split.base_bits,
         residual_bits=split.residual_bits,
-        record_bytes=record,
+        record_bytes=record_bytes,
         store=checkpoint.open_residual(cfg) if executor in ("host", "callback") else -1,
         executor=executor,
         base_kernel="host" if jax.default_backend() == "cpu" and executor != "reference" else "reference",

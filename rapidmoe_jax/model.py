@@ -1,5 +1,6 @@
 """The Python API: load() a model, generate text, look at logits, swap the policy."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -13,18 +14,21 @@ from rapidmoe_jax import generate as generation
 from rapidmoe_jax import steps
 from rapidmoe_jax.checkpoint import read_json
 from rapidmoe_jax.config import ModelConfig, SplitConfig
+from rapidmoe_jax.controller import START, CostModel
+from rapidmoe_jax.cost import cost_model
 from rapidmoe_jax.demo import demo_split
 from rapidmoe_jax.experts import SplitExperts
 from rapidmoe_jax.generate import Generation, Piece
 from rapidmoe_jax.host_kernels import set_threads
 from rapidmoe_jax.loading import choose_executor, load_float, load_split
 from rapidmoe_jax.models.decoder import DecoderParams
-from rapidmoe_jax.policy import NoCorrection, Policy, make_policy
+from rapidmoe_jax.policies import BudgetTime, NoCorrection, make_policy, needs_calibration, policy_name
+from rapidmoe_jax.policy import Policy
 from rapidmoe_jax.sampling import Sampling
 from rapidmoe_jax.store import SplitCheckpoint
 from rapidmoe_jax.text import TextCodec
 
-DEFAULT_POLICY = "fraction=0.15"
+DEFAULT_POLICY = "default"  # share=0.15 on a calibrated checkpoint, else fraction=0.15
 CACHE_STEP = 256  # cache lengths are multiples of this, so that few shapes are compiled
 
 
@@ -45,6 +49,7 @@ class Model:
         self._loaded = experts  # keeps the residual files mapped, whatever self.experts is replaced by
         self.max_cache_len = max_cache_len
         self.prefill_tokens = 2**31 - 1 if prefill_tokens is None else prefill_tokens
+        self.cost, self.controller = CostModel(0.0, 0.0, 1.0), START
         self.policy = policy
         self._codec: TextCodec | None = None
 
@@ -55,7 +60,33 @@ class Model:
 
     @policy.setter
     def policy(self, value: str | Policy | None) -> None:
-        self._policy = make_policy(value)
+        policy = self.check_policy(value)
+        if isinstance(policy, BudgetTime) and self.is_split:
+            self.cost, self.controller = cost_model(self), START
+            if float(policy.budget_us) < self.cost.step_us:
+                warnings.warn(
+                    f"budget_us={float(policy.budget_us):g} is less than a step takes on the base alone here "
+                    f"({self.cost.step_us:.0f} us): nothing will be corrected",
+                    stacklevel=2,
+                )
+        self._policy = policy
+
+    def check_policy(self, value: str | Policy | None) -> Policy:
+        """Make a policy of what a user wrote. Raises ValueError if it is none, or does not suit this checkpoint."""
+        if isinstance(value, str) and value == DEFAULT_POLICY:
+            value = "share=0.15" if self.is_calibrated else "fraction=0.15"
+        policy = make_policy(value)
+        if needs_calibration(policy) and self.is_split and not self.is_calibrated:
+            raise ValueError(
+                f"policy {policy_name(policy)}: {self.folder} was split without a calibration text, so importance has "
+                "no unit; split it again with --calibration, or use fraction or budget_bytes"
+            )
+        return policy
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if the split was made with a calibration text: importance is in nats, layers compare."""
+        return isinstance(self.experts, SplitExperts) and bool(self.experts.calibration.calibrated)
 
     @property
     def is_split(self) -> bool:
@@ -73,6 +104,12 @@ class Model:
     def record_bytes(self) -> int:
         """Host bytes a unit; 0 for the float model."""
         return self.experts.record_bytes if isinstance(self.experts, SplitExperts) else 0
+
+    @property
+    def max_step_bytes(self) -> int:
+        """Host bytes that one token's decode step could read: all units of its routed experts."""
+        c = self.config
+        return self.record_bytes * c.num_moe_layers * c.top_k * c.expert_size
 
     @property
     def device_bytes(self) -> int:
@@ -202,7 +239,9 @@ def load(
     Args:
       model: a split checkpoint (base and residual), a published folder (the float model, for reference), or "demo"
         (the model that ships with the package; split at first use and kept in the user's cache folder).
-      policy: "none", "all", "fraction=0.15", "rank=2", or a function of a policy.LayerStep.
+      policy: what policies.make_policy reads ("none", "all", "share=0.15", "budget_bytes=300KiB", "budget_us=5000",
+        ...), a policy object or a function of a policy.LayerStep. Default: share=0.15 on a calibrated checkpoint, else
+        fraction=0.15.
       executor: who corrects: "host", "callback", "reference", "off"; None = the best of this backend.
       threads: threads of the host kernels in this process; None = all cores it may use.
       dtype: of everything that is not split, "float32" or "bfloat16"; None = float32 on a CPU, else bfloat16.
@@ -219,7 +258,8 @@ def load(
         raise ValueError(f"base_bits and residual_bits belong to 'demo'; {model} has its own: see rapidmoe info")
     else:
         folder = Path(model)
-    make_policy(policy)
+    if policy != DEFAULT_POLICY:
+        make_policy(policy)
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} is not supported; use 'float32' or 'bfloat16'")
     if prefill_tokens is not None and prefill_tokens < 0:

@@ -5,6 +5,7 @@
 Flow of a split layer: gate/up from the base -> policy -> start the correction -> down from the base -> done.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -15,21 +16,19 @@ from rapidmoe_jax import residual
 from rapidmoe_jax.experts import FloatExperts, SplitExperts
 from rapidmoe_jax.host_kernels import ops
 from rapidmoe_jax.pallas import reference
-from rapidmoe_jax.policy import LayerStep, NoCorrection, Policy, count_units, unit_error
+from rapidmoe_jax.policies import NoCorrection
+from rapidmoe_jax.policy import TOKEN_FIELDS, LayerStep, Policy, count_units, unit_error
+
+_TOKENS_AT_ONCE = 128  # of critical_mask token by token: bounds what a policy gathers
 
 
 class MoEStats(NamedTuple):
     """What the residual did in one or more layer steps."""
 
-    units: Int32[Array, ""]  # records read, each once a step
+    units: Int32[Array, "*T"]  # records read, each once a step; one entry a token if each is a step of its own
     unit_tokens: Int32[Array, ""]  # (token, unit) corrections
     error: Float[Array, ""]  # predicted squared error of the base, weight^2 ne summed
     corrected: Float[Array, ""]  # the part of it that the critical set covers
-
-    @staticmethod
-    def zero() -> "MoEStats":
-        """Nothing done."""
-        return MoEStats(jnp.int32(0), jnp.int32(0), jnp.float32(0), jnp.float32(0))
 
 
 class StepContext(NamedTuple):
@@ -38,6 +37,12 @@ class StepContext(NamedTuple):
     live: Bool[Array, " T"]  # False: a padded or finished row; no expert runs for it
     priority: Float[Array, " T"]  # pi_t of the policies
     per_token: bool = False  # True: each token is a step of its own for the policy, as in decoding one by one
+    prefill: bool = False  # True: the tokens are a chunk of prompts
+
+    def no_stats(self) -> MoEStats:
+        """Give the stats of a step that has done nothing yet."""
+        units = jnp.zeros(self.live.shape if self.per_token else (), jnp.int32)
+        return MoEStats(units, jnp.int32(0), jnp.float32(0), jnp.float32(0))
 
 
 def moe_layer(
@@ -49,6 +54,7 @@ def moe_layer(
     experts: FloatExperts | SplitExperts,
     policy: Policy,
     context: StepContext,
+    spent: Int32[Array, "*T"],
 ) -> tuple[Float[Array, "T D"], MoEStats]:
     """Run the routed experts of one layer.
 
@@ -57,17 +63,18 @@ def moe_layer(
       stream_square: |x_t|^2 of the stream entering the block, before its norm.
       expert_ids, expert_weights: from the family's router.
       layer: counts layers with experts.
+      spent: records that earlier layers of the step have read, as in MoEStats.units.
     """
     x = x.astype(jnp.float32)
     expert_ids = jnp.where(context.live[:, None], expert_ids, -1)
     expert_weights = jnp.where(expert_ids >= 0, expert_weights, 0).astype(jnp.float32)
     if isinstance(experts, FloatExperts):
-        return float_experts(x, expert_ids, expert_weights, experts.weights[layer]), MoEStats.zero()
+        return float_experts(x, expert_ids, expert_weights, experts.weights[layer]), context.no_stats()
 
     base = ops if experts.base_kernel == "host" else reference
     u0, v0, h0 = base.base_gate_up(x, expert_ids, layer, experts)
     if experts.executor == "off" or isinstance(policy, NoCorrection):
-        return base.base_down(h0, expert_ids, expert_weights, layer, experts), MoEStats.zero()
+        return base.base_down(h0, expert_ids, expert_weights, layer, experts), context.no_stats()
 
     step = LayerStep(
         expert_ids=expert_ids,
@@ -79,9 +86,14 @@ def moe_layer(
         mean_square=jnp.mean(x**2, -1),
         stream_square=stream_square,
         priority=context.priority * context.live,
-        layer_weight=experts.layer_weight[layer],
-        calibrated=experts.calibrated,
+        x=x,
+        spent=spent,
+        layer=layer,
+        calibration=experts.calibration,
+        num_layers=experts.codes.shape[0],
         num_experts=experts.num_experts,
+        record_bytes=experts.record_bytes,
+        prefill=context.prefill,
     )
     mask = critical_mask(step, policy, per_token=context.per_token)
     request = ops.Correction(x, expert_ids, expert_weights, u0, v0, h0, mask, layer)
@@ -107,10 +119,13 @@ def critical_mask(step: LayerStep, policy: Policy, *, per_token: bool) -> Bool[A
     Raises: ValueError if a user's policy returns another shape or dtype.
     """
     if per_token:
-        each = jax.tree.map(lambda a: a[:, None] if a.ndim else a, step)
-        axes = jax.tree.map(lambda a: 0 if a.ndim else None, step)
-        mask = jax.vmap(policy, in_axes=(axes,))(each)
-        mask = mask.reshape(mask.shape[0], *mask.shape[2:])
+        tokens = {name: getattr(step, name) for name in (*TOKEN_FIELDS, "spent")}
+
+        def one(token):
+            fields = {name: value if name == "spent" else value[None] for name, value in token.items()}
+            return policy(dataclasses.replace(step, **fields))[0]
+
+        mask = jax.lax.map(one, tokens, batch_size=_TOKENS_AT_ONCE)
     else:
         mask = policy(step)
     if mask.shape != step.u0.shape or mask.dtype != bool:
@@ -124,7 +139,8 @@ def critical_mask(step: LayerStep, policy: Policy, *, per_token: bool) -> Bool[A
 def _stats(step: LayerStep, mask: Bool[Array, "T k F"], *, per_token: bool) -> MoEStats:
     error = step.expert_weights[..., None] ** 2 * unit_error(step)
     unit_tokens = mask.sum(dtype=jnp.int32)
-    units = unit_tokens if per_token else count_units(mask, step.expert_ids, step.num_experts)
+    one_by_one = mask.sum((1, 2), dtype=jnp.int32)
+    units = one_by_one if per_token else count_units(mask, step.expert_ids, step.num_experts)
     return MoEStats(units, unit_tokens, error.sum(), jnp.where(mask, error, 0).sum())
 
 

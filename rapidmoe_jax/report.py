@@ -1,5 +1,6 @@
 """Tables and progress bars of the command line. Text goes to standard output, progress to standard error."""
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rapidmoe_jax.generate import Generation
 from rapidmoe_jax.model import Model
 from rapidmoe_jax.store import SplitCheckpoint
 
@@ -86,6 +88,45 @@ def evaluation(result: dict[str, Any]) -> None:
     print_table(f"Loss over {result['tokens']} tokens, against the float model", header, rows)
 
 
+def generation(result: Generation) -> None:
+    """Print a line on standard error: tokens, speed, what the residual did."""
+    r = result.residual
+    print(
+        f"[{len(result.tokens)} tokens, {result.finish_reason}; first after {result.ttft_s:.2f} s, then "
+        f"{result.tok_per_s:.1f} tok/s; residual: {human_bytes(r.host_bytes_per_token)} a token, "
+        f"{100 * r.error_share:.0f} % of the predicted error corrected]",
+        file=sys.stderr,
+    )
+
+
+def timing(result: dict[str, Any]) -> None:
+    """Print the table of bench()."""
+    m = result["machine"]
+    print(f"{m['cpu']}, {m['threads']} threads, {m['isa']}, jax {m['jax']} on {m['device']}")
+    rows = [[result["policy"], f"{result['ttft_s'] * 1e3:.1f}", f"{result['tpot_s'] * 1e3:.2f}",
+             f"{result['decode_tok_per_s']:.1f}", "1"]]  # fmt: skip
+    for name, c in result["compared"].items():
+        rows.append([name, f"{c['ttft_s'] * 1e3:.1f}", f"{c['tpot_s'] * 1e3:.2f}",
+                     f"{c['decode_tok_per_s']:.1f}", f"{1 / c['tpot_ratio']:.2f}"])  # fmt: skip
+    title = f"{result['prompt_tokens']} prompt tokens, {result['new_tokens']} new, one row"
+    print_table(title, ["policy", "first token ms", "ms a token", "tok/s", "ratio"], rows)
+
+
+def frontier(result: dict[str, Any]) -> None:
+    """Print the table of frontier()."""
+    base, whole = result["ends"]
+    rows = []
+    for name, points in [("ends", [base]), *result["curves"].items(), ("", [whole])]:
+        for point in points:
+            recovered = (base["kl"] - point["kl"]) / (base["kl"] - whole["kl"]) if base["kl"] > whole["kl"] else 0.0
+            took = f"{point['tpot_s'] * 1e3:.2f}" if point["tpot_s"] else ""
+            rows.append([f"{name}  {point['policy']}", f"{100 * point['fraction']:.1f} %",
+                         human_bytes(point["host_bytes_per_token"]), f"{point['kl']:.5f}", f"{100 * recovered:.1f} %",
+                         f"{point['nll']:.4f}", took])  # fmt: skip
+    header = ["curve and policy", "bytes", "host bytes/token", "KL", "of none to all", "nll", "ms/token"]
+    print_table(f"Over {result['tokens']} tokens, against the float model", header, rows)
+
+
 def checkpoint_info(checkpoint: SplitCheckpoint) -> None:
     """Print what is in a split checkpoint."""
     meta = checkpoint.metadata
@@ -104,12 +145,14 @@ def checkpoint_info(checkpoint: SplitCheckpoint) -> None:
             f"{meta['split']['residual_bits']} bits, {layers[0]['host_bits_per_weight']:.3f} a weight on the host "
             "(scales and W2's base included)",
         ],
-        ["lambda", "calibrated" if meta["lambda_calibrated"] else "not calibrated (1 for every layer)"],
+        ["calibration", f"{known['tokens']} tokens" if (known := checkpoint.calibration) else "none (lambda 1)"],
         *[[f"{tier} on disk", human_bytes(size)] for tier, size in tiers.items()],
     ]
     print_table(str(folder), ["", ""], rows)
-    print_table(
-        "Relative error of the expert weights",
-        ["layer", "base", "base + residual"],
-        [[str(r["layer"]), f"{r['base_error']:.4f}", f"{r['corrected_error']:.5f}"] for r in layers],
-    )
+    header = ["layer", "base", "base + residual", "KL of its base alone", "lambda"]
+    table = [[str(r["layer"]), f"{r['base_error']:.4f}", f"{r['corrected_error']:.5f}"] for r in layers]
+    if known:
+        for row, kl, weight in zip(table, known["kl"], known["lambda"], strict=True):
+            row += [f"{kl:.5f}", f"{weight:.3f}"]
+    print_table("Relative error of the expert weights" + ("; damage in nats" if known else ""),
+                header[: len(table[0])], table)  # fmt: skip

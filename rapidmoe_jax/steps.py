@@ -40,7 +40,7 @@ def prefill_step(
     position = start + jnp.arange(count)
     live = position < lengths[:, None]
     priority = (position >= lengths[:, None] - weighted) & live
-    context = StepContext(live.reshape(-1), priority.reshape(-1).astype(jnp.float32))
+    context = StepContext(live.reshape(-1), priority.reshape(-1).astype(jnp.float32), prefill=True)
     starts = jnp.full((batch,), start, jnp.int32)
     hidden, cache, stats = decoder_step(cfg, params, experts, cache, tokens, starts, policy, context)
     last = jnp.clip(lengths - 1 - start, 0, count - 1)
@@ -85,7 +85,7 @@ def score_step(
     context = StepContext(jnp.ones(count, bool), jnp.ones(count, jnp.float32), per_token=True)
     start = jnp.zeros(1, jnp.int32)
     hidden, _, stats = decoder_step(cfg, params, experts, cache, tokens[None], start, policy, context)
-    return decoder_logits(params, hidden[0]), stats
+    return decoder_logits(params, hidden[0]), stats._replace(units=stats.units.sum())
 
 
 @jax.jit

@@ -113,6 +113,11 @@ class SplitCheckpoint:
         """Residual files of the layers with experts, in order."""
         return [str(self.folder / "residual" / name) for name in sorted(self.metadata["residual_files"])]
 
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """What a calibration text showed (damage.summary); None if the split had none."""
+        return self.metadata.get("calibration")
+
     def restore_globals(self) -> dict[str, np.ndarray]:
         """Read embedding, final norm and head."""
         return restore_item(self.folder / "dense" / "globals")

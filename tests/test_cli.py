@@ -20,7 +20,7 @@ def test_split_info_generate_on_a_folder(tiny, tmp_path, capsys):
     status, text, _ = run(capsys, "split", tiny, out, "--base-bits", 2, "--residual-bits", 2)
     assert status == 0 and "2 bits" in text and "base + residual" in text
     status, text, _ = run(capsys, "info", out, "--verify")
-    assert status == 0 and "qwen3_moe" in text and "quantize_nested" in text
+    assert status == 0 and "qwen3_moe" in text and "nested, groups of 64" in text
     status, text, err = run(capsys, "generate", out, "The router", "--max-new-tokens", 5)
     assert status == 0 and text.endswith("\n") and "of the predicted error corrected" in err
     status, text, _ = run(capsys, "generate", out, "The router", "--max-new-tokens", 5, "--json", "--policy", "all")
@@ -34,7 +34,9 @@ def test_eval_json_has_the_promised_fields(demo_cache, capsys):
     assert status == 0 and set(result["float"]) == {"nll", "perplexity"}
     fields = {"policy", "fraction", "nll", "perplexity", "kl", "top1_agreement", "host_bytes_per_token", "device_bytes"}
     assert [set(r) for r in result["rows"]] == [fields] * 4
-    assert [r["fraction"] for r in result["rows"]] == [0, 0.1, 0.5, 1]
+    assert [r["policy"] for r in result["rows"]] == ["none", "share=0.1", "share=0.5", "all"]
+    shares = [r["fraction"] for r in result["rows"]]  # as read: a threshold gives the share in the mean only
+    assert shares[0] == 0 and shares[3] == 1 and shares[1:3] == pytest.approx([0.1, 0.5], rel=0.3)
     status, text, _ = run(capsys, "eval", "demo", "--window", 64, "--windows", 1, "--fractions", "")
     assert status == 0 and "top-1 agrees" in text
 
@@ -58,7 +60,7 @@ def test_bench_json_has_the_promised_fields(demo_cache, capsys):
     wanted = {"prefill_tok_per_s", "decode_tok_per_s", "ttft_s", "tpot_s", "host_bytes_per_token", "device_bytes",
               "policy", "machine"}  # fmt: skip
     assert status == 0 and wanted <= set(result) and "none" in result["compared"]
-    assert result["policy"] == "fraction=0.15" and result["machine"]["threads"] >= 1
+    assert result["policy"] == "share=0.15" and result["machine"]["threads"] >= 1
 
 
 def test_chat_keeps_the_conversation(demo_cache, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rapidmoe_jax
+from rapidmoe_jax import steps
 from rapidmoe_jax.cache import KVCache
 from rapidmoe_jax.generate import CHUNKS, prefill
 
@@ -77,9 +78,9 @@ def test_streamed_pieces_are_the_text(model):
         seen[piece.index] += piece.text
     assert seen == [r.text for r in result]
     heard = []
-    model.generate(PROMPTS[0], max_new_tokens=16, callback=heard.append)
-    assert "".join(p.text for p in heard) == result[0].text
-    assert [p.token for p in heard if p.token is not None] == result[0].tokens
+    alone = model.generate(PROMPTS[0], max_new_tokens=16, callback=heard.append)
+    assert "".join(p.text for p in heard) == alone.text
+    assert [p.token for p in heard if p.token is not None] == alone.tokens
 
 
 def test_finish_reasons(model):
@@ -152,3 +153,50 @@ def test_threads_generate_side_by_side(model):
 def test_bad_requests_are_refused(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(prompt, **options)
+
+
+def test_budgets_change_without_compiling_and_meet_at_their_ends(demo):
+    """None and an empty budget, all and an ample one: the same bits. No value of a budget is a compilation."""
+    tokens, own = rapidmoe_jax.demo_tokens()[:33], demo.policy
+    found = {}
+    try:
+        for policy in ("none", "fraction=0", "share=0", "budget_bytes=0", "rank=0",
+                       "all", "fraction=1", "share=1", "budget_bytes=1GiB", "quality=0", "rank=4"):  # fmt: skip
+            demo.policy = policy
+            found[policy] = demo.logits(tokens)
+        for policy in found:
+            zero = policy == "none" or (policy.endswith("=0") and policy != "quality=0")
+            np.testing.assert_array_equal(found[policy], found["none" if zero else "all"], err_msg=policy)
+        assert (found["none"] != found["all"]).any()
+        counts = []
+        for budget in (0, 50_000, 400_000, 10**9):
+            demo.policy = f"budget_bytes={budget}"
+            result = demo.generate(tokens.tolist(), max_new_tokens=4)
+            assert result.residual.host_bytes_per_token <= budget
+            counts.append((steps.decode_step._cache_size(), steps.prefill_step._cache_size()))
+        assert counts[0] == counts[-1]
+    finally:
+        demo.policy = own
+
+
+def test_budget_us_reads_more_where_there_is_more_time(demo):
+    own = demo.policy
+    try:
+        read = []
+        demo.policy = "budget_us=1000000"  # measures the machine
+        for share in (0.1, 0.6):  # of all a step could read
+            budget = demo.cost.predict_us(share * demo.max_step_bytes)
+            demo.policy = f"budget_us={budget:.3f},frozen"
+            results = [demo.generate([5, 6, 7], max_new_tokens=8) for _ in range(2)]
+            assert results[0].tokens == results[1].tokens  # frozen: the same again
+            read.append(results[0].residual.host_bytes_per_token)
+        assert 0 < read[0] < read[1]
+        demo.policy = "budget_us=1000000"
+        demo.generate([5, 6, 7], max_new_tokens=8)
+        assert demo.controller.steps >= 5
+        with pytest.raises(ValueError, match="budget_us is a policy of generate"):
+            demo.logits([1, 2])
+        with pytest.warns(UserWarning, match="is less than a step takes on the base alone"):
+            demo.policy = "budget_us=1"
+    finally:
+        demo.policy = own

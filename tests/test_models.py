@@ -10,7 +10,7 @@ from flax import nnx
 import rapidmoe_jax
 from rapidmoe_jax import steps
 from rapidmoe_jax.models.decoder import abstract_layer, layer_runs
-from rapidmoe_jax.policy import CorrectAll, NoCorrection
+from rapidmoe_jax.policies import CorrectAll, NoCorrection
 
 ORACLE = Path(__file__).parent / "oracle" / "qwen3_moe"
 EXPECTED = np.load(ORACLE / "expected.npz")
@@ -120,7 +120,7 @@ def test_bfloat16_dense_weights_run(tiny_split):
     "options, message",
     [
         ({"policy": "best"}, "policy='best' is not understood"),
-        ({"policy": "fraction=2"}, "use none, all, fraction=0..1"),
+        ({"policy": "fraction=2"}, "use none, all, share=0..1"),
         ({"executor": "gpu"}, "executor='gpu' is unknown; use one of host, callback, reference, off"),
         ({"threads": 0}, "threads=0 is outside 1.."),
         ({"threads": 4096}, "threads=4096 is outside 1.."),

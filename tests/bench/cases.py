@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rapidmoe_jax.config import ModelConfig, SplitConfig
-from rapidmoe_jax.experts import SplitExperts
+from rapidmoe_jax.expert_split import SplitExpert, split_expert
+from rapidmoe_jax.experts import Calibration, SplitExperts
 from rapidmoe_jax.host_kernels import _host
-from rapidmoe_jax.quant import quantize_nested
-from rapidmoe_jax.resplit import split_expert
+from rapidmoe_jax.policy import LayerStep
+from rapidmoe_jax.quant import dequantize, quantize_nested, quantize_residual
 from rapidmoe_jax.store import residual_header
 
 
@@ -85,23 +86,22 @@ def random_experts(
     base: dict[str, list[list[np.ndarray]]] = {}
     paths, records = [], []
     for layer in range(layers):
-        split = [split_expert(w, spec, quantize_nested) for w in weights[layer]]
+        split = [_split(w, spec) for w in weights[layer]]
         chosen = [split[e % count] for e in range(case.experts)]
-        for name in split[0][0]:
-            base.setdefault(name, []).append([one[name] for one, _, _ in chosen])
+        for name in split[0].arrays:
+            base.setdefault(name, []).append([one.arrays[name] for one in chosen])
         paths.append(str(folder / f"{case.name}-{spec.base_bits}{spec.residual_bits}-{layer}.bin"))
         with open(paths[-1], "wb") as file:
             file.write(residual_header(cfg, spec, layer))
-            for _, record, _ in chosen:
-                file.write(record.tobytes())
-        records.append(np.stack([record for _, record, _ in chosen]))
+            for one in chosen:
+                file.write(one.records.tobytes())
+        records.append(np.stack([one.records for one in chosen]))
     arrays = {name: np.stack([np.stack(e) for e in value]) for name, value in base.items()}
     arrays["norms"] = arrays["norms"].view(np.uint16)
     store = _host.open_store(paths, case.experts, case.units, case.width, spec.base_bits, spec.residual_bits)
     experts = SplitExperts(
         **{name: jnp.asarray(value) for name, value in arrays.items()},
-        layer_weight=jnp.ones(layers),
-        calibrated=jnp.asarray(False),
+        calibration=Calibration.none(layers),
         records=jnp.asarray(np.stack(records)) if distinct is None else None,
         base_bits=spec.base_bits,
         residual_bits=spec.residual_bits,
@@ -114,6 +114,12 @@ def random_experts(
     return experts, weights
 
 
+def _split(w: np.ndarray, spec: SplitConfig) -> SplitExpert:
+    rows = w.reshape(-1, w.shape[-1])
+    base = quantize_nested(rows, bits=spec.base_bits, residual_bits=spec.residual_bits)
+    return split_expert(w, spec, base, quantize_residual(rows - dequantize(base), bits=spec.residual_bits))
+
+
 def random_step(case: Case, tokens: int, *, seed: int = 0) -> dict[str, jax.Array]:
     """Random activations and routing for `tokens` tokens: x, expert_ids (distinct a token), expert_weights."""
     rng = np.random.default_rng(seed)
@@ -122,3 +128,38 @@ def random_step(case: Case, tokens: int, *, seed: int = 0) -> dict[str, jax.Arra
     x = rng.normal(size=(tokens, case.width)).astype(np.float32)
     step = {"x": x, "expert_ids": ids.reshape(tokens, case.top_k), "expert_weights": weights}
     return {name: jnp.asarray(value) for name, value in step.items()}
+
+
+def make_calibration(calibrated=False, layer_weight=1.0, layers=4, units=16.0) -> Calibration:
+    """One whose thresholds 2^-20 .. 2^0 pass fewer units the higher they are."""
+    log2_tau = np.arange(-20, 1, dtype=np.float32)
+    passing = units * np.linspace(1, 0, 21)
+    later = np.stack([passing * (layers - i) for i in range(layers)])
+    arrays = [np.full(layers, layer_weight), np.ones(layers), log2_tau, later, np.linspace(0, 1, 21),
+              np.linspace(0.01, 1, 8), np.linspace(1, 0, 8), np.linspace(1, 0, 8)]  # fmt: skip
+    return Calibration(jnp.asarray(calibrated), *(jnp.asarray(a, jnp.float32) for a in arrays))
+
+
+def make_step(tokens=3, slots=2, units=8, experts=6, seed=0, **changes) -> LayerStep:
+    """A random step as a policy sees it; changes: fields to set."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(experts)[:slots] for _ in range(tokens)]).astype(np.int32)
+    u, v, h = rng.normal(size=(3, tokens, slots, units)).astype(np.float32)
+    fields = dict(
+        expert_ids=ids,
+        expert_weights=rng.dirichlet(np.ones(slots), tokens).astype(np.float32),
+        u0=u,
+        v0=v,
+        h0=h,
+        norms=rng.uniform(size=(tokens, slots, units, 4)).astype(np.float32),
+        mean_square=np.ones(tokens, np.float32),
+        stream_square=rng.uniform(1, 2, tokens).astype(np.float32),
+        priority=np.ones(tokens, np.float32),
+        x=rng.normal(size=(tokens, 4)).astype(np.float32),
+        spent=np.int32(0),
+        layer=np.int32(0),
+    )
+    calibration = changes.pop("calibration", make_calibration())
+    static = dict(num_layers=4, num_experts=experts, record_bytes=10, prefill=changes.pop("prefill", False))
+    arrays = {k: jnp.asarray(a) for k, a in (fields | changes).items()}
+    return LayerStep(**arrays, calibration=calibration, **static)
