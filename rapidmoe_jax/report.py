@@ -116,14 +116,16 @@ def frontier(result: dict[str, Any]) -> None:
     """Print the table of frontier()."""
     base, whole = result["ends"]
     rows = []
-    for name, points in [("ends", [base]), *result["curves"].items(), ("", [whole])]:
+    for name, points in [("", [base]), *result["curves"].items(), ("", [whole])]:
+        if name:
+            rows.append([name, *[""] * 6])
         for point in points:
             recovered = (base["kl"] - point["kl"]) / (base["kl"] - whole["kl"]) if base["kl"] > whole["kl"] else 0.0
             took = f"{point['tpot_s'] * 1e3:.2f}" if point["tpot_s"] else ""
-            rows.append([f"{name}  {point['policy']}", f"{100 * point['fraction']:.1f} %",
+            rows.append([f"  {point['policy']}", f"{100 * point['fraction']:.1f} %",
                          human_bytes(point["host_bytes_per_token"]), f"{point['kl']:.5f}", f"{100 * recovered:.1f} %",
                          f"{point['nll']:.4f}", took])  # fmt: skip
-    header = ["curve and policy", "bytes", "host bytes/token", "KL", "of none to all", "nll", "ms/token"]
+    header = ["policy", "bytes", "host bytes/token", "KL", "of none to all", "nll", "ms/token"]
     print_table(f"Over {result['tokens']} tokens, against the float model", header, rows)
 
 
