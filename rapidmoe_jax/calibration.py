@@ -7,6 +7,7 @@ prediction, so that for a small error d of a layer's output 1/2 E[(gradient . d)
 """
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,13 +42,19 @@ class LayerText(NamedTuple):
     probe: Bool[np.ndarray, " N"]  # True: a token of the windows that go back
 
 
-def read_calibration(path: str | Path, source: Path, config: dict[str, Any], vocab_size: int) -> np.ndarray:
-    """Read a calibration text as token ids: .npy, a JSON list, or text that the source's tokenizer encodes.
+def read_calibration(
+    value: str | Path | Sequence[int] | np.ndarray, source: Path, config: dict[str, Any], vocab_size: int
+) -> Int32[np.ndarray, " N"]:
+    """Give a calibration text as token ids.
 
+    Args:
+      value: the ids, or a file: .npy, a JSON list, or text that the source's tokenizer encodes.
     Raises: ValueError if it cannot be read, or has ids the model lacks.
     """
-    path = Path(path)
-    if path.suffix in (".npy", ".json"):
+    path = Path(value) if isinstance(value, str | Path) else None
+    if path is None:
+        ids = np.asarray(value)
+    elif path.suffix in (".npy", ".json"):
         ids = read_tokens(path)
     else:
         try:
@@ -56,8 +63,9 @@ def read_calibration(path: str | Path, source: Path, config: dict[str, Any], voc
             raise ValueError(f"{path}: cannot be read as text ({e}); use UTF-8 text, .npy or a JSON list") from None
         ids = np.array(TextCodec(source, config, vocab_size).encode(text), np.int64)
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise ValueError(f"{path}: token ids {ids.min()}..{ids.max()}, the model has 0..{vocab_size - 1}")
-    return ids
+        where = path or "calibration"
+        raise ValueError(f"{where}: token ids {ids.min()}..{ids.max()}, the model has 0..{vocab_size - 1}")
+    return ids.astype(np.int32)
 
 
 def read_tokens(path: str | Path) -> np.ndarray:
@@ -131,11 +139,13 @@ class TextRun:
     def begin(self) -> None:
         """Save the stream that enters the first layer."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._file("stream", 0).exists():
+        if not any(self.folder.glob("stream_*.npy")):
             self._save("stream", 0, self._globals()["embed"].astype(np.float32)[self.tokens])
 
     def enter(self, layer: int) -> LayerText | None:
         """Run a layer up to its experts. A layer without experts runs whole, None is returned."""
+        if layer:  # that layer's report is written by now
+            self._file("stream", layer - 1).unlink(missing_ok=True)
         stream = np.load(self._file("stream", layer))
         self._save("probe", layer, stream[self.probes])
         moe, state = self.cfg.moe_layers[layer], self._state(layer)
@@ -153,7 +163,6 @@ class TextRun:
         self._save("error", layer, error[text.probe])
         self._save("routing", layer, -np.sort(-text.expert_weights[text.probe], axis=1))
         self._save("stream", layer + 1, (text.stream + result).reshape(*self.tokens.shape, -1))
-        self._file("stream", layer).unlink(missing_ok=True)
 
     def back(self, layer: int) -> float:
         """Take the gradient from a layer's output to its input, last layer first.

@@ -125,7 +125,7 @@ def run(
       callback: called with each Piece; True ends the generation of all rows ("cancelled").
     """
     begin, policy = time.perf_counter(), model.policy  # a change of policy holds from the next call on
-    timed = policy if isinstance(policy, BudgetTime) else None
+    timed = policy if isinstance(policy, BudgetTime) and model.is_split else None
     if timed:
         policy = budget_policy(timed, model.cost, model.controller, model.max_step_bytes)
     rows = [_Row(TextStream(model.codec, stop), len(p), []) for p in prompts]

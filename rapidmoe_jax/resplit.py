@@ -73,9 +73,7 @@ def split(
     check_tensors(checkpoint, fam, cfg)
     tokens = None
     if calibration is not None:
-        file = isinstance(calibration, str | Path)
-        tokens = read_calibration(calibration, source, checkpoint.config, cfg.vocab_size) if file else calibration
-        tokens = np.asarray(tokens, np.int32)
+        tokens = read_calibration(calibration, source, checkpoint.config, cfg.vocab_size)
 
     work = out.with_name(out.name + ".partial")
     plan = {

@@ -54,11 +54,21 @@ def test_share_reads_that_share_of_the_bytes(calibrated):
         assert int(stats.units) / (128 * 4 * 32) == pytest.approx(share, rel=0.15)
 
 
-def test_an_interrupted_calibrated_split_resumes_to_the_same(calibrated, tiny_split, tmp_path):
+def test_an_interrupted_calibrated_split_resumes_to_the_same(calibrated, tiny_split, tmp_path, monkeypatch):
     class Stop(Exception):
         pass
 
+    def stop_before_report(file, make):
+        done = make() if not file.exists() else json.loads(file.read_text())
+        if file.name == "layer_002.json":
+            raise Stop
+        file.write_text(json.dumps(done))
+        return done
+
     source, out = tiny_split.parent / "source", tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(Stop):  # stopped between a layer's work and its report
+        patch.setattr(resplit, "_once", stop_before_report)
+        rapidmoe_jax.split(source, out, calibration=TOKENS)
     for at in (1, 2, 4, 5):
 
         def stop(done, total, at=at):
@@ -68,6 +78,16 @@ def test_an_interrupted_calibrated_split_resumes_to_the_same(calibrated, tiny_sp
 
         with pytest.raises(Stop):
             rapidmoe_jax.split(source, out, calibration=TOKENS, progress=stop)
+    original = resplit.write_json
+
+    def fail(path, value):
+        if path.name == "back_000.json":
+            raise OSError("disk full")
+        original(path, value)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(resplit, "write_json", fail)
+        rapidmoe_jax.split(source, out, calibration=TOKENS)
     with pytest.raises(ValueError, match="other settings"):
         rapidmoe_jax.split(source, out, calibration=TOKENS[:-1])
     done = []
@@ -184,6 +204,8 @@ def test_calibration_text_is_read_from_text_and_ids(tiny, tmp_path):
     np.save(tmp_path / "t.npy", np.arange(600))
     with pytest.raises(ValueError, match=r"token ids 0\.\.599, the model has 0\.\.511"):
         calibration.read_calibration(tmp_path / "t.npy", tiny, config, 512)
+    with pytest.raises(ValueError, match=r"calibration: token ids -1\.\.5, the model has"):
+        calibration.read_calibration([5, -1], tiny, config, 512)
     with pytest.raises(ValueError, match="cannot be read as text"):
         calibration.read_calibration(tmp_path / "gone.txt", tiny, config, 512)
     with pytest.raises(ValueError, match="a calibration text of 20 tokens is too short"):
@@ -212,6 +234,5 @@ def test_demo_text_is_divided(tiny):
     held_out = np.load(demo_path() / "eval_tokens.npy")
     parts = np.concatenate([rapidmoe_jax.demo_tokens(), demo_calibration()])
     assert (parts == held_out).all() and demo_calibration().size > 100_000
-    assert resplit.read_calibration is calibration.read_calibration
     assert calibration_for(demo_path()).size == demo_calibration().size
     assert calibration_for(tiny).min() >= 0 and calibration_for(tiny).max() < 512
