@@ -126,8 +126,9 @@ def run(
     """
     begin, policy = time.perf_counter(), model.policy  # a change of policy holds from the next call on
     timed = policy if isinstance(policy, BudgetTime) and model.is_split else None
+    most = model.max_step_bytes * len(prompts)
     if timed:
-        policy = budget_policy(timed, model.cost, model.controller, model.max_step_bytes)
+        policy = budget_policy(timed, model.cost, model.controller, most)
     rows = [_Row(TextStream(model.codec, stop), len(p), []) for p in prompts]
     cache = KVCache.allocate(model.config, len(rows), model.cache_len(rows, max_new_tokens), model.params.embed.dtype)
     logits, cache, prefill_stats = prefill(model, prompts, cache, policy)
@@ -156,7 +157,7 @@ def run(
             if len(totals.steps) > 1:  # the first may compile
                 host_bytes = int(new.units) * model.record_bytes
                 model.controller = update(model.controller, model.cost, measured, host_bytes)
-            policy = budget_policy(timed, model.cost, model.controller, model.max_step_bytes)
+            policy = budget_policy(timed, model.cost, model.controller, most)
     decode_s = time.perf_counter() - decode_begin
     yield _results(model, rows, totals, prefill_stats, ttft, decode_s)
 

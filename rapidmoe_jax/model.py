@@ -66,7 +66,7 @@ class Model:
             if float(policy.budget_us) < self.cost.step_us:
                 warnings.warn(
                     f"budget_us={float(policy.budget_us):g} is less than a step takes on the base alone here "
-                    f"({self.cost.step_us:.0f} us): nothing will be corrected",
+                    f"({self.cost.step_us:.0f} us): nothing will be corrected; raise it",
                     stacklevel=2,
                 )
         self._policy = policy
