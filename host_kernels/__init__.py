@@ -45,11 +45,11 @@ def set_threads(threads: int | None) -> int:
     """Set the threads that compute host kernels in this process, the waiting caller included.
 
     Args:
-      threads: >= 1 and at most the cores of the affinity mask; None = $RAPIDMOE_THREADS, or all of them.
+      threads: >= 1 and at most the cores this process may use (affinity mask, cgroup limit); None = $RAPIDMOE_THREADS, or all of them.
     Returns: the number set.
     Raises: ValueError if out of range.
     """
-    cores = _host.affinity_cores()
+    cores = _host.available_cores()
     asked = os.environ.get("RAPIDMOE_THREADS", "").strip()
     if threads is None and asked and not asked.isdigit():
         raise ValueError(f"RAPIDMOE_THREADS={asked!r} is no number; use 1..{cores} or unset it")

@@ -6,11 +6,7 @@
 namespace rapidmoe {
 namespace {
 
-// Calls body(active expert index, unit) over flat units [first, last) of the active experts.
-template <class Body>
-void for_units(int64_t first, int64_t last, int64_t units, Body body) {
-  for (int64_t i = first; i < last; ++i) body(i / units, i % units);
-}
+constexpr int64_t kAheadRows = 4;  // gate/up rows are fetched this long before their use
 
 }  // namespace
 
@@ -26,26 +22,36 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
   for (int64_t p = 0; p < step.pairs(); ++p)
     if (step.experts[p] < 0)
       for (float* out : {u0, v0, h0}) std::memset(out + p * units, 0, units * sizeof(float));
-  const auto dot = exact ? rows.dot_f32[layer.bits] : rows.dot_i8[layer.bits];
-  const int64_t parts = std::min<int64_t>(64, (flat + 15) / 16);
+  const int64_t parts = std::min<int64_t>(256, (flat + 7) / 8);
   pool.run(parts, [&](int64_t part) {
-    std::vector<const Activation*> x;
-    std::vector<float> u, v;
-    int64_t current = -1;
-    for_units(flat * part / parts, flat * (part + 1) / parts, units, [&](int64_t a, int64_t j) {
+    thread_local std::vector<const Activation*> x;
+    thread_local std::vector<float> u, v;
+    const int64_t last = flat * (part + 1) / parts;
+    for (int64_t first = flat * part / parts; first < last;) {  // units first .. end - 1 are of one expert
+      const int64_t a = first / units, end = std::min(last, (a + 1) * units);
       const int64_t begin = grouped.begin[a], n = grouped.begin[a + 1] - begin;
-      if (a != current) {
-        current = a;
-        x.resize(n), u.resize(n), v.resize(n);
-        for (int64_t i = 0; i < n; ++i) x[i] = acts[grouped.pairs[begin + i] / step.slots];
+      x.resize(n), u.resize(n), v.resize(n);
+      for (int64_t i = 0; i < n; ++i) x[i] = acts[grouped.pairs[begin + i] / step.slots];
+      for (int64_t j = first % units; j < first % units + end - first; ++j) {
+        const Row gate = layer.row(grouped.experts[a], 0, j, kAheadRows);
+        const Row up = layer.row(grouped.experts[a], 1, j, kAheadRows);
+        if (exact) {
+          rows.dot_f32[layer.bits](gate, layer.width, n, x.data(), u.data());
+          rows.dot_f32[layer.bits](up, layer.width, n, x.data(), v.data());
+        } else {
+          rows.dot_i8[layer.bits](gate, up, layer.width, n, x.data(), u.data(), v.data());
+        }
+        for (int64_t i = 0; i < n; ++i) {
+          const int64_t at = grouped.pairs[begin + i] * units + j;
+          u0[at] = u[i], v0[at] = v[i];
+        }
       }
-      dot(layer.row(grouped.experts[a], 0, j), layer.width, n, x.data(), u.data());
-      dot(layer.row(grouped.experts[a], 1, j), layer.width, n, x.data(), v.data());
       for (int64_t i = 0; i < n; ++i) {
-        const int64_t at = grouped.pairs[begin + i] * units + j;
-        u0[at] = u[i], v0[at] = v[i], h0[at] = silu(u[i]) * v[i];
+        const int64_t at = grouped.pairs[begin + i] * units + first % units;
+        rows.silu_mul(u0 + at, v0 + at, end - first, h0 + at);
       }
-    });
+      first = end;
+    }
   });
 }
 
@@ -66,7 +72,7 @@ void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const
       const int64_t a = i / blocks, first = i % blocks * kBlock, count = std::min<int64_t>(kBlock, units - first);
       Row block[kBlock];
       for (int64_t j = 0; j < kBlock; ++j)
-        block[j] = layer.row(grouped.experts[a], 2, first + std::min(j, count - 1));
+        block[j] = layer.row(grouped.experts[a], 2, first + std::min(j, count - 1), kBlock);
       for (int64_t at = grouped.begin[a]; at < grouped.begin[a + 1]; ++at) {
         const int64_t p = grouped.pairs[at];
         float coefficients[kBlock] = {};

@@ -12,9 +12,11 @@ struct BaseLayer {
   const uint16_t* offset;
   int64_t experts, units, width;
   int bits;
-  Row row(int64_t expert, int matrix, int64_t unit) const {
+  // `ahead` rows on are fetched into the cache while this one is read.
+  Row row(int64_t expert, int matrix, int64_t unit, int64_t ahead = 0) const {
     const int64_t i = (expert * 3 + matrix) * units + unit;
-    return {codes + i * row_bytes(bits, width), scale + i * (width / kGroup), offset + i * (width / kGroup)};
+    return {codes + i * row_bytes(bits, width), scale + i * (width / kGroup), offset + i * (width / kGroup),
+            ahead * row_bytes(bits, width), ahead * scale_bytes(width)};
   }
 };
 

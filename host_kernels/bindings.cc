@@ -9,6 +9,7 @@
 #include "ffi_cpu.h"
 #include "jobs.h"
 #include "runtime.h"
+#include "topology.h"
 
 namespace py = pybind11;
 using namespace rapidmoe;
@@ -95,7 +96,7 @@ PYBIND11_MODULE(_host, m) {
   });
   m.def("set_threads", [](int n) { Pool::instance().resize(n); }, py::call_guard<py::gil_scoped_release>());
   m.def("threads", [] { return Pool::instance().threads(); });
-  m.def("affinity_cores", &affinity_cores);
+  m.def("available_cores", &available_cores);
   m.def("select_isa", [](const std::string& name) { select_rows(name.c_str()); });
   m.def("isa", [] { return active_rows().name; });
   m.def("has_isa", [](const std::string& name) { return find_rows(name.c_str()) != nullptr; });

@@ -41,7 +41,7 @@ uint32_t Jobs::start(const RowKernels& rows, Pool& pool, int64_t store, int64_t 
   try {
     slot->store = std::move(found);
     slot->job.plan(rows, pool, request);
-    slot->job.ticket = pool.submit(slot->job.parts(), [slot](int64_t part) { slot->job.part(part); });
+    pool.submit(slot->job.batch, slot->job.parts(), slot->job);
   } catch (...) {
     give_back(ticket);
     throw;
@@ -61,7 +61,7 @@ ResidualStats Jobs::done(Pool& pool, uint32_t ticket, const float* y_base, float
     uint32_t ticket;
     ~Return() { jobs->give_back(ticket); }
   } guard{this, ticket};
-  pool.wait(slot->job.ticket);
+  pool.wait(slot->job.batch);
   return slot->job.finish(pool, y_base, out);
 }
 

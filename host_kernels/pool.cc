@@ -1,44 +1,72 @@
 #include "pool.h"
 
-#include <sched.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <stdexcept>
+#include <string>
+
+#include "topology.h"
 
 namespace rapidmoe {
 namespace {
+
 // How long an idle thread looks for work before it sleeps: longer than the gap between two kernels of a layer,
 // short against a scheduler's time slice.
-constexpr auto kSpin = std::chrono::microseconds(20);
-}  // namespace
+constexpr auto kSpin = std::chrono::microseconds(50);
 
-int affinity_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  const int count = CPU_COUNT(&set);
-  return count > 0 ? count : 1;
+void futex_wait(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
-void Pool::Batch::work() {
+void futex_wake(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Spin until ready() or kSpin has passed; false = it has.
+template <class Ready>
+bool spin(Ready ready) {
+  const auto until = std::chrono::steady_clock::now() + kSpin;
+  for (;;) {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+    if (std::chrono::steady_clock::now() >= until) return false;
+  }
+}
+
+}  // namespace
+
+bool Pool::Batch::work() {
+  bool any = false;
   for (;;) {
     const int64_t part = next_.fetch_add(1, std::memory_order_relaxed);
-    if (part >= parts_) return;
+    if (part >= parts_) return any;
+    any = true;
     try {
-      task_(part);
-    } catch (const std::exception& e) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      error_ = e.what();
+      call_(context_, part);
+    } catch (...) {
+      if (!failed_.exchange(true)) error_ = std::current_exception();
     }
     if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      finished_.notify_all();
+      done_.store(1);
+      if (waiting_.load()) futex_wake(done_);
     }
   }
 }
 
 Pool& Pool::instance() {
-  static Pool* pool = new Pool(affinity_cores());
+  static Pool* pool = new Pool(available_cores());
   return *pool;
 }
 
@@ -50,81 +78,72 @@ void Pool::resize(int threads) {
   threads_ = threads;
   stopping_ = false;
   const int workers = threads > 1 ? threads - 1 : 1;
-  for (int i = 0; i < workers; ++i) workers_.emplace_back([this] { loop(); });
+  for (int i = 0; i < workers; ++i) workers_.emplace_back([this, i] { loop(i); });
 }
 
 void Pool::stop() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-  }
-  wake_.notify_all();
+  stopping_ = true;
+  submitted_.fetch_add(1);
+  futex_wake(submitted_);
   for (std::thread& worker : workers_) worker.join();
   workers_.clear();
 }
 
-void Pool::loop() {
-  uint64_t seen = submitted_.load(std::memory_order_acquire);
+bool Pool::work() {
+  bool any = false;
+  for (Slot& slot : slots_) {
+    if (!slot.batch.load(std::memory_order_relaxed)) continue;
+    slot.users.fetch_add(1);
+    if (Batch* batch = slot.batch.load()) any |= batch->work();
+    slot.users.fetch_sub(1);
+  }
+  return any;
+}
+
+void Pool::loop(int worker) {
+  pin_worker(worker);
   for (;;) {
-    Ticket batch;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      while (!queue_.empty() && queue_.front()->next_.load(std::memory_order_relaxed) >= queue_.front()->parts_)
-        queue_.pop_front();
-      if (!queue_.empty()) {
-        batch = queue_.front();
-      } else {
-        if (stopping_) return;
-        seen = submitted_.load(std::memory_order_relaxed);
-      }
-    }
-    if (batch) {
-      batch->work();
+    const uint32_t seen = submitted_.load();
+    if (work()) continue;
+    if (stopping_) return;
+    if (spin([&] { return submitted_.load(std::memory_order_acquire) != seen; })) continue;
+    parked_.fetch_add(1);
+    futex_wait(submitted_, seen);
+    parked_.fetch_sub(1);
+  }
+}
+
+void Pool::start(Batch& batch, int64_t parts) {
+  batch.parts_ = parts;
+  batch.next_.store(0, std::memory_order_relaxed);
+  batch.left_.store(parts, std::memory_order_relaxed);
+  batch.waiting_ = 0, batch.done_ = parts == 0, batch.failed_ = false, batch.error_ = nullptr, batch.slot_ = -1;
+  if (parts == 0) return;
+  for (int i = 0; i < kSlots; ++i) {
+    Batch* none = nullptr;
+    if (slots_[i].batch.load(std::memory_order_relaxed) || !slots_[i].batch.compare_exchange_strong(none, &batch))
       continue;
-    }
-    const auto until = std::chrono::steady_clock::now() + kSpin;
-    while (submitted_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [&] { return stopping_ || submitted_.load(std::memory_order_relaxed) != seen; });
-  }
-}
-
-Pool::Ticket Pool::submit(int64_t parts, Task task) {
-  Ticket ticket = std::make_shared<Batch>(parts, std::move(task));
-  if (parts == 0) return ticket;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(ticket);
-    submitted_.fetch_add(1, std::memory_order_release);
-  }
-  wake_.notify_all();
-  return ticket;
-}
-
-void Pool::wait(const Ticket& ticket) {
-  Batch& batch = *ticket;
-  if (threads_ > 1) batch.work();
-  const auto until = std::chrono::steady_clock::now() + kSpin;
-  while (batch.left_.load(std::memory_order_acquire) > 0 && std::chrono::steady_clock::now() < until) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  std::unique_lock<std::mutex> lock(batch.mutex_);
-  batch.finished_.wait(lock, [&] { return batch.left_.load(std::memory_order_acquire) == 0; });
-  if (!batch.error_.empty()) throw std::runtime_error(batch.error_);
-}
-
-void Pool::run(int64_t parts, const Task& task) {
-  if (threads_ == 1 || parts == 1) {
-    for (int64_t part = 0; part < parts; ++part) task(part);
+    batch.slot_ = i;
+    submitted_.fetch_add(1);
+    if (parked_.load() > 0) futex_wake(submitted_);
     return;
   }
-  wait(submit(parts, task));
+  batch.work();  // every slot is taken: the caller does it all
+}
+
+void Pool::wait(Batch& batch) {
+  if (threads_ > 1) batch.work();
+  if (!spin([&] { return batch.done_.load(std::memory_order_acquire) != 0; })) {
+    batch.waiting_ = 1;
+    while (!batch.done_.load()) futex_wait(batch.done_, 0);
+  }
+  if (batch.slot_ >= 0) {
+    Slot& slot = slots_[batch.slot_];
+    slot.batch.store(nullptr);
+    while (slot.users.load()) relax();
+    batch.slot_ = -1;
+  }
+  if (batch.failed_) std::rethrow_exception(batch.error_);
 }
 
 }  // namespace rapidmoe

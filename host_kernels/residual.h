@@ -31,30 +31,31 @@ struct ResidualStats {
   int64_t unit_tokens; // (token, unit) corrections made from them
 };
 
-// One correction: plan(), then part(0 .. parts()-1) in any order on any threads, then finish(). Reusable.
+// One correction: plan(), then operator()(0 .. parts()-1) in any order on any threads, then finish(). Reusable.
 class ResidualJob {
  public:
   // Compact the mask into a list of units with the pairs that chose them; quantise the activations.
   void plan(const RowKernels& rows, Pool& pool, const ResidualRequest& request);
-  int64_t parts() const { return units_.empty() ? 0 : sums_.parts(); }
-  void part(int64_t p);
+  int64_t parts() const { return total_.units ? sums_.parts() : 0; }
+  void operator()(int64_t part);
   // out [T, D] = y_base + delta.
   ResidualStats finish(Pool& pool, const float* y_base, float* out) const;
 
-  Pool::Ticket ticket;  // of the parts, where they run in the background
+  Pool::Batch batch;  // of the parts, where they run in the background
 
  private:
   struct Unit {
     int32_t active, unit;  // active: index into groups_
-    int64_t begin, end;    // into chosen_: the pairs that chose it
+    int64_t begin, end;    // choices: the pairs that chose it
   };
-  struct Choice {
-    int32_t position;  // among the pairs of the unit's expert
-    float u0, v0, h0;
+  struct Count {
+    int64_t units, choices;
   };
+  void scan(const ResidualRequest& request, int64_t active, bool fill);
   const uint8_t* record(const Unit& unit) const;
-  // Units first .. last - 1, at most kBlock / 2, all of one expert.
-  void block(int64_t first, int64_t last, float* acc) const;
+  // Units first .. last - 1, at most kBlock, all of one expert. Records are fetched ahead up to part_last, where the
+  // part ends; cold: no block of this part came before.
+  void block(int64_t first, int64_t last, int64_t part_last, bool cold, float* acc);
 
   const RowKernels* rows_ = nullptr;
   RecordLayer layer_ = {};
@@ -63,8 +64,12 @@ class ResidualJob {
   std::vector<float> weights_;  // [pairs]
   Groups groups_;
   Activations activations_;
-  std::vector<Unit> units_;
-  std::vector<Choice> chosen_;
+  std::vector<Count> counts_;  // [active experts] units and choices before each expert's own
+  Count total_ = {0, 0};
+  std::vector<Unit> units_;        // total_.units in use
+  std::vector<int32_t> position_;  // of a choice, among the pairs of the unit's expert; total_.choices in use
+  Buffer values_;
+  float *u_ = nullptr, *v_ = nullptr, *h0_ = nullptr;  // of a choice, in values_
   PartialSums sums_;
 };
 

@@ -1,7 +1,6 @@
 #include "routing.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -43,30 +42,31 @@ float* Buffer::at_least(int64_t floats) {
 }
 
 void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact) {
-  const int64_t groups = step.width / kGroup, total = step.tokens * step.width;
+  const int64_t padded = padded_width(step.width), groups = padded / kGroup, total = step.tokens * step.width;
   tokens_.resize(step.tokens);
   if (exact) {
     float* x = x_.at_least(total);
     std::copy_n(step.x, total, x);
-    for (int64_t t = 0; t < step.tokens; ++t) tokens_[t] = {x + t * step.width, nullptr, nullptr, nullptr};
+    for (int64_t t = 0; t < step.tokens; ++t)
+      tokens_[t] = {x + t * step.width, nullptr, nullptr, nullptr, nullptr, nullptr};
     return;
   }
-  q_.resize(total);
+  int8_t* codes = reinterpret_cast<int8_t*>(q_.at_least(step.tokens * padded * 3 / 4));
   float* scales = scales_.at_least(step.tokens * groups * 2);
   const int64_t chunk = 8;
   pool.run((step.tokens + chunk - 1) / chunk, [&](int64_t part) {
     for (int64_t t = part * chunk; t < std::min(step.tokens, (part + 1) * chunk); ++t) {
-      int8_t* q = q_.data() + t * step.width;
+      int8_t *q = codes + t * padded * 3, *q2 = q + padded, *q4 = q2 + padded;
       float *scale = scales + t * groups * 2, *sum = scale + groups;
-      rows.quantize(step.x + t * step.width, step.width, q, scale, sum);
-      tokens_[t] = {nullptr, q, scale, sum};
+      rows.quantize(step.x + t * step.width, step.width, q, q2, q4, scale, sum);
+      tokens_[t] = {nullptr, q, q2, q4, scale, sum};
     }
   });
 }
 
 int64_t PartialSums::parts_for(int64_t units, int64_t tokens, int64_t width) {
   const int64_t by_work = units / 16, by_memory = (int64_t(64) << 20) / std::max<int64_t>(1, tokens * width * 4);
-  return std::max<int64_t>(1, std::min<int64_t>({32, by_work, by_memory}));
+  return std::max<int64_t>(1, std::min<int64_t>({64, by_work, by_memory}));
 }
 
 void PartialSums::start(int64_t parts, int64_t tokens, int64_t width) {
@@ -79,7 +79,7 @@ float* PartialSums::part(int64_t p) { return sums_ + p * tokens_ * width_; }
 void PartialSums::clear(int64_t p) { std::memset(part(p), 0, tokens_ * width_ * sizeof(float)); }
 
 void PartialSums::add_into(Pool& pool, const float* base, float* out) const {
-  const int64_t total = tokens_ * width_, chunk = 16384;
+  const int64_t total = tokens_ * width_, chunk = std::max<int64_t>(128, 16384 / parts_);
   pool.run((total + chunk - 1) / chunk, [&](int64_t c) {
     const int64_t first = c * chunk, last = std::min(total, first + chunk);
     if (!base) {
@@ -93,7 +93,5 @@ void PartialSums::add_into(Pool& pool, const float* base, float* out) const {
     }
   });
 }
-
-float silu(float u) { return u / (1.0f + std::exp(-u)); }
 
 }  // namespace rapidmoe

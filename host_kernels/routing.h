@@ -50,8 +50,7 @@ class Activations {
   const Activation* operator[](int64_t token) const { return &tokens_[token]; }
 
  private:
-  std::vector<int8_t> q_;
-  Buffer x_, scales_;
+  Buffer q_, x_, scales_;
   std::vector<Activation> tokens_;
 };
 
@@ -73,7 +72,5 @@ class PartialSums {
   float* sums_ = nullptr;
   int64_t parts_ = 0, tokens_ = 0, width_ = 0;
 };
-
-float silu(float u);
 
 }  // namespace rapidmoe

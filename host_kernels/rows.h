@@ -1,7 +1,9 @@
-// The row kernels: dot products and scaled sums of one packed row, one table an instruction set.
-// Everything above (experts.cc, residual.cc) is written in terms of this table and knows no intrinsics.
+// The row kernels: dot products and scaled sums of packed rows, one table an instruction set.
+// Everything above (base.cc, residual.cc) is written in terms of this table and knows no intrinsics.
 #pragma once
 #include <cstdint>
+
+#include "layout.h"
 
 namespace rapidmoe {
 
@@ -10,42 +12,48 @@ struct Row {
   const uint8_t* codes;
   const uint16_t* scale;   // [D / 64] half
   const uint16_t* offset;  // [D / 64] half or nullptr
+  // codes + ahead, scale and offset + ahead_scale (bytes) are fetched into the cache while this row is read.
+  int64_t ahead = 0, ahead_scale = 0;
 };
 
 // One token's activations, in both forms; int8 has a scale a group of 64: x ~ scale[g] * q.
+// q comes in the orders in which a table meets the codes of a row; all are zero from D to padded_width(D).
 struct Activation {
   const float* x;      // [D]
-  const int8_t* q;     // [D], |q| <= 127
-  const float* scale;  // [D / 64]; NaN where the group held NaN or Inf
-  const float* sum;    // [D / 64], scale[g] * sum of q over the group
+  const int8_t* q;     // plain order, |q| <= 127
+  const int8_t* q2;    // order of rows of 2 and 3 bits
+  const int8_t* q4;    // order of rows of 4 bits
+  const float* scale;  // [padded_width / 64]; NaN where the group held NaN or Inf
+  const float* sum;    // [padded_width / 64], scale[g] * sum of q over the group
 };
 
-constexpr int kBlock = 16;         // rows that add_block sums at once
+constexpr int64_t padded_width(int64_t d) { return (d + 1023) / 1024 * 1024; }
+
+constexpr int kBlock = 16;        // rows that add_block sums at once
 constexpr int kFine = 127 * 128;  // largest coefficient of add_block_fine
 
 // Functions are indexed by bits (2, 3, 4); other entries are null. D is a multiple of 64.
 struct RowKernels {
   const char* name;
-  // Fill q, scale and sum from x.
-  void (*quantize)(const float* x, int64_t d, int8_t* q, float* scale, float* sum);
-  // out[i] = row . x_i for n tokens, from the int8 form (integer dot, float32 across groups).
-  void (*dot_i8[5])(const Row& row, int64_t d, int64_t n, const Activation* const* x, float* out);
-  // The same from the float32 form.
+  // Fill q, q2, q4, scale and sum from x.
+  void (*quantize)(const float* x, int64_t d, int8_t* q, int8_t* q2, int8_t* q4, float* scale, float* sum);
+  // a[i] = first . x_i, b[i] = second . x_i for n tokens, from the int8 form (integer dot, float32 across groups).
+  void (*dot_i8[5])(const Row& first, const Row& second, int64_t d, int64_t n, const Activation* const* x, float* a,
+                    float* b);
+  // out[i] = row . x_i from the float32 form.
   void (*dot_f32[5])(const Row& row, int64_t d, int64_t n, const Activation* const* x, float* out);
   // w[i] = the row's weights in float32.
   void (*dequantize[5])(const Row& row, int64_t d, float* w);
-  // acc += a * base + b * residual, straight from the codes. [base_bits][residual_bits]
-  void (*add_pair[5][5])(const Row& base, float a, const Row& residual, float b, int64_t d, float* acc);
-  // acc += a * row, straight from the codes.
+  // acc += a * row, straight from the codes, in float32.
   void (*add[5])(const Row& row, float a, int64_t d, float* acc);
-  // acc += sum over kBlock rows of coefficient * row, even rows of `even` bits, odd ones of `odd` bits. In each group
-  // the products coefficient * scale are rounded to int8 with one step for all rows, 1/127 of the largest: the error of
-  // an element is at most 1/254 of it a row and code, offsets are exact. [even][odd]
-  void (*add_block[5][5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
-  // The same with the products rounded to 128 * int8 + int8, for kBlock rows of the same bits: 128 times finer.
+  // acc += sum over kBlock rows of coefficient * row. In each group the products coefficient * scale are rounded to
+  // int8 with one step for all rows, 1/127 of the largest: the error of an element is at most 1/254 of it a row and
+  // code, offsets are exact.
+  void (*add_block[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
+  // The same with the products rounded to 128 * int8 + int8: 128 times finer.
   void (*add_block_fine[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
-  // acc += a * w, plain float32.
-  void (*add_f32)(const float* w, float a, int64_t d, float* acc);
+  // h = silu(u) * v, n of each; h may be u or v.
+  void (*silu_mul)(const float* u, const float* v, int64_t n, float* h);
 };
 
 // The scalar table: the definition of all others.

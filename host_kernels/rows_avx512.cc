@@ -14,75 +14,109 @@ namespace {
 
 struct Avx512 {
   using F = __m512;
-  static constexpr int64_t W = 16;
-  using Codes = __m512i;  // 64 codes, a byte each
+  using I = __m512i;
+  static constexpr int64_t W = 16, kBytes = 64;
+  static constexpr int kTokens = 4;  // tokens that share a row's unpacked codes
 
   static F set(float a) { return _mm512_set1_ps(a); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void put(float* p, F a) { _mm512_storeu_ps(p, a); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F clamp(F a, F low, F high) { return _mm512_max_ps(low, _mm512_min_ps(high, a)); }  // NaN stays
+  static F nearest(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F times_two_to(F a, F n) { return _mm512_scalef_ps(a, n); }
   static float sum(F a) { return _mm512_reduce_add_ps(a); }
+  static F max_abs(F a, F b) { return _mm512_max_ps(_mm512_abs_ps(a), b); }  // NaN: keeps b
+  // 1 / a, or 0 where a is too small for it (or NaN).
+  static F inverse(F a) {
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(a, set(1e-37f), _CMP_GE_OQ), set(1), a);
+  }
 
-  static Codes unpack4(const uint8_t* p) {
-    const __m256i packed = _mm256_loadu_si256((const __m256i*)p);
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 4), 1);
-    return _mm512_and_si512(both, _mm512_set1_epi8(15));
+  static I zero() { return _mm512_setzero_si512(); }
+  static I load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static I load_part(const uint8_t* p, int64_t bytes) {
+    return _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, p);
   }
-  static Codes unpack2(const uint8_t* p) {
-    const __m512i packed = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
-    const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
-    return _mm512_and_si512(_mm512_srlv_epi32(packed, shift), _mm512_set1_epi8(3));
+  static void store(I a, uint8_t* p) { _mm512_storeu_si512(p, a); }
+  // 8 bytes a group become 16: bit 2p of byte b says the high bit of code 16p + b.
+  static I high(const uint8_t* p) {
+    const I twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3),
+                                             _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
+    return _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 1, 0, 1, 0, 1, 0, 1));
   }
-  // 0 or 4 a code: the high plane of a 3-bit row in place.
-  static Codes unpack1(const uint8_t* p) {
-    const __m512i packed = _mm512_set1_epi64(*(const int64_t __attribute__((aligned(1), may_alias))*)p);
-    const __m512i bit = _mm512_setr_epi64(0x0101010101010101, 0x0202020202020202, 0x0404040404040404,
-                                          0x0808080808080808, 0x1010101010101010, 0x2020202020202020,
-                                          0x4040404040404040, int64_t(0x8080808080808080));
-    return _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(packed, bit), _mm512_set1_epi8(4));
+  template <int n>
+  static I shift(I a) {
+    return n < 0 ? _mm512_slli_epi16(a, n < 0 ? -n : 0) : _mm512_srli_epi16(a, n < 0 ? 0 : n);
   }
-  template <int bits>
-  static Codes unpack(const uint8_t* codes, int64_t d, int64_t g) {
-    if constexpr (bits == 4) return unpack4(codes + g * 32);
-    const Codes two = unpack2(codes + g * 16);
-    if constexpr (bits == 2) return two;
-    return _mm512_or_si512(two, unpack1(codes + row_bytes(2, d) + g * 8));
+  template <int n>
+  static I low_bits(I a) {
+    return _mm512_and_si512(a, _mm512_set1_epi8((1 << n) - 1));
   }
-  static void store(const Codes& c, uint8_t* p) { _mm512_store_si512(p, c); }
+  // Bits 0 and 1 of a, bit 2 of b.
+  static I merge(I a, I b) {
+    return low_bits<3>(_mm512_ternarylogic_epi32(_mm512_set1_epi8(3), a, b, 0xca));
+  }
   static F widen(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)p)));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
   }
-  static F dot(const Codes& c, const int8_t* q) {
-    return _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), c, _mm512_loadu_si512(q)));
+  template <int planes>
+  static F dot(const I* codes, const int8_t* q) {
+    I total = zero();
+    for (int p = 0; p < planes; ++p) total = _mm512_dpbusd_epi32(total, codes[p], load((const uint8_t*)q + 64 * p));
+    return to_float(total);
   }
-  // int16 sums of columns 16i .. 16i + 7 and 16i + 8 .. 16i + 15, i = 0..3 by 128-bit lane.
-  struct Sums {
-    __m512i low, high;
-  };
-  static Sums clear() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
-  // 16 rows of codes up to 15 times int8 up to 127 stay within 30480: no int16 overflow.
-  static void add_pair(Sums& s, const Codes& even, const Codes& odd, uint16_t pair) {
-    const __m512i k = _mm512_set1_epi16(short(pair));
-    s.low = _mm512_add_epi16(s.low, _mm512_maddubs_epi16(_mm512_unpacklo_epi8(even, odd), k));
-    s.high = _mm512_add_epi16(s.high, _mm512_maddubs_epi16(_mm512_unpackhi_epi8(even, odd), k));
+  // Groups i * groups ... of a, an equal share of the lanes each.
+  template <int groups>
+  static I spread(I a, int i) {
+    const int g = i * groups;
+    const I at = groups == 2 ? _mm512_setr_epi32(g, g, g, g, g, g, g, g, g + 1, g + 1, g + 1, g + 1, g + 1, g + 1, g + 1,
+                                                 g + 1)
+                             : _mm512_setr_epi32(g, g, g, g, g + 1, g + 1, g + 1, g + 1, g + 2, g + 2, g + 2, g + 2,
+                                                 g + 3, g + 3, g + 3, g + 3);
+    return _mm512_permutexvar_epi32(at, a);
   }
-  static void flush(const Sums& s, float step, float shift, float* acc) {
-    const F scale = set(step), offset = set(shift);
-    const auto sixteen = [&](__m128i low, __m128i high, float* out) {
-      const F sums = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_set_m128i(high, low)));
-      put(out, add(load(out), fma(sums, scale, offset)));
-    };
-    sixteen(_mm512_extracti32x4_epi32(s.low, 0), _mm512_extracti32x4_epi32(s.high, 0), acc);
-    sixteen(_mm512_extracti32x4_epi32(s.low, 1), _mm512_extracti32x4_epi32(s.high, 1), acc + 16);
-    sixteen(_mm512_extracti32x4_epi32(s.low, 2), _mm512_extracti32x4_epi32(s.high, 2), acc + 32);
-    sixteen(_mm512_extracti32x4_epi32(s.low, 3), _mm512_extracti32x4_epi32(s.high, 3), acc + 48);
+  template <int groups>
+  static F spread(F a, int i) {
+    return _mm512_castsi512_ps(spread<groups>(_mm512_castps_si512(a), i));
   }
-  static void halves(const uint16_t* h, int64_t n, float* out) {
-    for (int64_t i = 0; i < n; i += 16) {
-      const __mmask16 m = n - i >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - i)) - 1);
-      _mm512_mask_storeu_ps(out + i, m, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, h + i)));
-    }
+  // Dwords of byte j of the four rows: bytes 8 half .. 8 half + 3 of each lane, and the next four.
+  static void interleave(int half, I a, I b, I c, I d, I* first, I* second) {
+    const I ab = half ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+    const I cd = half ? _mm512_unpackhi_epi8(c, d) : _mm512_unpacklo_epi8(c, d);
+    *first = _mm512_unpacklo_epi16(ab, cd), *second = _mm512_unpackhi_epi16(ab, cd);
+  }
+  static I mac(I total, I codes, I k) { return _mm512_dpbusd_epi32(total, codes, k); }
+  static I finish(I total) { return total; }
+  static I add128(I high, I low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 7), low); }
+  static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static I round(F a) { return _mm512_cvtps_epi32(a); }
+  // a becomes its nearest multiple of 128, in units of that; returns what is left, -64 .. 63.
+  static I split128(I* a) {
+    const I whole = _mm512_srai_epi32(_mm512_add_epi32(*a, _mm512_set1_epi32(64)), 7);
+    const I rest = _mm512_sub_epi32(*a, _mm512_slli_epi32(whole, 7));
+    *a = whole;
+    return rest;
+  }
+  static I pack4(const I* a) {
+    const I byte = _mm512_set1_epi32(255);
+    const I low = _mm512_or_si512(_mm512_and_si512(a[0], byte), _mm512_slli_epi32(_mm512_and_si512(a[1], byte), 8));
+    const I high = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(a[2], byte), 16), _mm512_slli_epi32(a[3], 24));
+    return _mm512_or_si512(low, high);
+  }
+  // Lane l of vectors 0-3 becomes vector l.
+  static void transpose(F* a) {
+    const F b0 = _mm512_shuffle_f32x4(a[0], a[1], 0x44), b1 = _mm512_shuffle_f32x4(a[2], a[3], 0x44);
+    const F b2 = _mm512_shuffle_f32x4(a[0], a[1], 0xee), b3 = _mm512_shuffle_f32x4(a[2], a[3], 0xee);
+    a[0] = _mm512_shuffle_f32x4(b0, b1, 0x88), a[1] = _mm512_shuffle_f32x4(b0, b1, 0xdd);
+    a[2] = _mm512_shuffle_f32x4(b2, b3, 0x88), a[3] = _mm512_shuffle_f32x4(b2, b3, 0xdd);
+  }
+  static F halves(const uint16_t* h, int64_t n) {
+    const __mmask16 part = n >= 16 ? __mmask16(0xffff) : __mmask16((1u << n) - 1);
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(part, h));
   }
   static void quantize(const float* x, int64_t d, int8_t* q, float* scale, float* sum_out) {
     for (int64_t g = 0; g < d / kGroup; ++g, x += kGroup, q += kGroup) {

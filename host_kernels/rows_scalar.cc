@@ -39,15 +39,21 @@ float offset_at(const Row& row, int64_t g) {
 }
 
 template <int bits>
-void dot_i8(const Row& row, int64_t d, int64_t n, const Activation* const* x, float* out) {
+float dot_one(const Row& row, int64_t d, const Activation& x) {
+  float total = 0;
+  for (int64_t g = 0; g < d / kGroup; ++g) {
+    int32_t dot = 0;
+    for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) dot += code_at<bits>(row.codes, d, i) * x.q[i];
+    total += half_to_float(row.scale[g]) * x.scale[g] * float(dot) + offset_at<bits>(row, g) * x.sum[g];
+  }
+  return total;
+}
+
+template <int bits>
+void dot_i8(const Row& first, const Row& second, int64_t d, int64_t n, const Activation* const* x, float* a, float* b) {
   for (int64_t t = 0; t < n; ++t) {
-    float total = 0;
-    for (int64_t g = 0; g < d / kGroup; ++g) {
-      int32_t dot = 0;
-      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) dot += code_at<bits>(row.codes, d, i) * x[t]->q[i];
-      total += half_to_float(row.scale[g]) * x[t]->scale[g] * float(dot) + offset_at<bits>(row, g) * x[t]->sum[g];
-    }
-    out[t] = total;
+    a[t] = dot_one<bits>(first, d, *x[t]);
+    b[t] = dot_one<bits>(second, d, *x[t]);
   }
 }
 
@@ -83,22 +89,16 @@ void add(const Row& row, float a, int64_t d, float* acc) {
   }
 }
 
-template <int base_bits, int residual_bits>
-void add_pair(const Row& base, float a, const Row& residual, float b, int64_t d, float* acc) {
-  add<base_bits>(base, a, d, acc);
-  add<residual_bits>(residual, b, d, acc);
-}
-
-template <int even, int odd, int limit>
+template <int bits, int limit>
 void add_block(const Row* rows, const float* coefficients, int64_t d, float* acc) {
   for (int64_t g = 0; g < d / kGroup; ++g) {
     float product[kBlock], largest = 0, shift = 0;
     for (int r = 0; r < kBlock; ++r) {
       product[r] = coefficients[r] * half_to_float(rows[r].scale[g]);
-      shift += coefficients[r] * (r % 2 ? offset_at<odd>(rows[r], g) : offset_at<even>(rows[r], g));
+      shift += coefficients[r] * offset_at<bits>(rows[r], g);
       largest = std::fabs(product[r]) > largest ? std::fabs(product[r]) : largest;
     }
-    const float step = largest / limit, inverse = step >= 1e-37f ? 1.0f / step : 0.0f;
+    const float step = largest * (1.0f / limit), inverse = step >= 1e-37f ? 1.0f / step : 0.0f;
     int32_t rounded[kBlock];
     for (int r = 0; r < kBlock; ++r) {
       const float value = std::nearbyintf(product[r] * inverse);
@@ -106,18 +106,13 @@ void add_block(const Row* rows, const float* coefficients, int64_t d, float* acc
     }
     for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
       int32_t total = 0;
-      for (int r = 0; r < kBlock; ++r)
-        total += rounded[r] * (r % 2 ? code_at<odd>(rows[r].codes, d, i) : code_at<even>(rows[r].codes, d, i));
+      for (int r = 0; r < kBlock; ++r) total += rounded[r] * code_at<bits>(rows[r].codes, d, i);
       acc[i] += step * float(total) + shift;
     }
   }
 }
 
-void add_f32(const float* w, float a, int64_t d, float* acc) {
-  for (int64_t i = 0; i < d; ++i) acc[i] += a * w[i];
-}
-
-void quantize(const float* x, int64_t d, int8_t* q, float* scale, float* sum) {
+void quantize(const float* x, int64_t d, int8_t* q, int8_t*, int8_t*, float* scale, float* sum) {
   for (int64_t g = 0; g < d / kGroup; ++g) {
     float largest = 0, poison = 0;  // poison: 0, or NaN where any value is NaN or Inf
     for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
@@ -136,6 +131,10 @@ void quantize(const float* x, int64_t d, int8_t* q, float* scale, float* sum) {
   }
 }
 
+void silu_mul(const float* u, const float* v, int64_t n, float* h) {
+  for (int64_t i = 0; i < n; ++i) h[i] = u[i] / (1.0f + std::exp(-u[i])) * v[i];
+}
+
 }  // namespace
 
 const RowKernels& rows_scalar() {
@@ -145,19 +144,10 @@ const RowKernels& rows_scalar() {
       {nullptr, nullptr, dot_i8<2>, dot_i8<3>, dot_i8<4>},
       {nullptr, nullptr, dot_f32<2>, dot_f32<3>, dot_f32<4>},
       {nullptr, nullptr, dequantize<2>, dequantize<3>, dequantize<4>},
-      {{},
-       {},
-       {nullptr, nullptr, add_pair<2, 2>, nullptr, add_pair<2, 4>},
-       {nullptr, nullptr, add_pair<3, 2>, nullptr, add_pair<3, 4>},
-       {nullptr, nullptr, add_pair<4, 2>, nullptr, add_pair<4, 4>}},
       {nullptr, nullptr, add<2>, add<3>, add<4>},
-      {{},
-       {},
-       {nullptr, nullptr, add_block<2, 2, 127>, nullptr, add_block<2, 4, 127>},
-       {nullptr, nullptr, add_block<3, 2, 127>, nullptr, add_block<3, 4, 127>},
-       {nullptr, nullptr, add_block<4, 2, 127>, nullptr, add_block<4, 4, 127>}},
-      {nullptr, nullptr, add_block<2, 2, kFine>, add_block<3, 3, kFine>, add_block<4, 4, kFine>},
-      add_f32};
+      {nullptr, nullptr, add_block<2, 127>, add_block<3, 127>, add_block<4, 127>},
+      {nullptr, nullptr, add_block<2, kFine>, add_block<3, kFine>, add_block<4, kFine>},
+      silu_mul};
   return table;
 }
 

@@ -56,27 +56,29 @@ bool near(const std::vector<float>& a, const std::vector<float>& b, float bound)
 void test_rows(const RowKernels& rows) {
   const RowKernels& scalar = rows_scalar();
   for (int64_t d : {64, 192, 1088, 4224}) {
-    const std::vector<float> x = normal(d * 5);
-    std::vector<int8_t> q(d * 5);
-    std::vector<float> scale(d / 64 * 5), sum(d / 64 * 5);
-    std::vector<Activation> tokens(5);
-    std::vector<const Activation*> pointers(5);
-    for (int t = 0; t < 5; ++t) {
-      rows.quantize(&x[t * d], d, &q[t * d], &scale[t * d / 64], &sum[t * d / 64]);
-      tokens[t] = {&x[t * d], &q[t * d], &scale[t * d / 64], &sum[t * d / 64]};
+    const int64_t n = 5, padded = padded_width(d), groups = padded / 64;
+    const std::vector<float> x = normal(d * n);
+    std::vector<int8_t> q(padded * n * 3);
+    std::vector<float> scale(groups * n), sum(groups * n);
+    std::vector<Activation> tokens(n);
+    std::vector<const Activation*> pointers(n);
+    for (int t = 0; t < n; ++t) {
+      int8_t* codes = &q[t * padded * 3];
+      rows.quantize(&x[t * d], d, codes, codes + padded, codes + 2 * padded, &scale[t * groups], &sum[t * groups]);
+      tokens[t] = {&x[t * d], codes, codes + padded, codes + 2 * padded, &scale[t * groups], &sum[t * groups]};
       pointers[t] = &tokens[t];
     }
     for (int bits : {2, 3, 4}) {
-      const std::vector<uint8_t> codes = bytes(row_bytes(bits, d));
+      const std::vector<uint8_t> codes = bytes(row_bytes(bits, d)), others = bytes(row_bytes(bits, d));
       const std::vector<uint16_t> s = halves(d / 64), o = halves(d / 64);
       for (const uint16_t* offset : {o.data(), (const uint16_t*)nullptr}) {
-        const Row row = {codes.data(), s.data(), offset};
-        std::vector<float> a(5), b(5), w(d), v(d);
-        rows.dot_i8[bits](row, d, 5, pointers.data(), a.data());
-        scalar.dot_i8[bits](row, d, 5, pointers.data(), b.data());
+        const Row row = {codes.data(), s.data(), offset}, other = {others.data(), s.data(), offset};
+        std::vector<float> a(2 * n), b(2 * n), w(d), v(d);
+        rows.dot_i8[bits](row, other, d, n, pointers.data(), a.data(), a.data() + n);
+        scalar.dot_i8[bits](row, other, d, n, pointers.data(), b.data(), b.data() + n);
         require(near(a, b, 1e-4f), "dot_i8");
-        rows.dot_f32[bits](row, d, 5, pointers.data(), a.data());
-        scalar.dot_f32[bits](row, d, 5, pointers.data(), b.data());
+        rows.dot_f32[bits](row, d, n, pointers.data(), a.data());
+        scalar.dot_f32[bits](row, d, n, pointers.data(), b.data());
         require(near(a, b, 1e-4f), "dot_f32");
         rows.dequantize[bits](row, d, w.data());
         scalar.dequantize[bits](row, d, v.data());
@@ -84,26 +86,24 @@ void test_rows(const RowKernels& rows) {
         rows.add[bits](row, 0.5f, d, w.data());
         scalar.add[bits](row, 0.5f, d, v.data());
         require(near(w, v, 1e-5f), "add");
-        const std::vector<uint8_t> many = bytes(kBlock * row_bytes(4, d));
+        const std::vector<uint8_t> many = bytes(kBlock * row_bytes(bits, d));
         const std::vector<float> coefficients = normal(kBlock);
         Row block[kBlock];
         for (int r = 0; r < kBlock; ++r) block[r] = {&many[r * row_bytes(bits, d)], s.data(), offset};
         rows.add_block_fine[bits](block, coefficients.data(), d, w.data());
         scalar.add_block_fine[bits](block, coefficients.data(), d, v.data());
         require(near(w, v, 1e-4f), "add_block_fine");
-        for (int residual : {2, 4}) {
-          const std::vector<uint8_t> more = bytes(row_bytes(residual, d));
-          const Row other = {more.data(), s.data(), nullptr};
-          rows.add_pair[bits][residual](row, 0.5f, other, -2.0f, d, w.data());
-          scalar.add_pair[bits][residual](row, 0.5f, other, -2.0f, d, v.data());
-          require(near(w, v, 1e-4f), "add_pair");
-          for (int r = 1; r < kBlock; r += 2) block[r] = other;
-          rows.add_block[bits][residual](block, coefficients.data(), d, w.data());
-          scalar.add_block[bits][residual](block, coefficients.data(), d, v.data());
-          require(near(w, v, 1e-4f), "add_block");
-        }
+        rows.add_block[bits](block, coefficients.data(), d, w.data());
+        scalar.add_block[bits](block, coefficients.data(), d, v.data());
+        require(near(w, v, 1e-4f), "add_block");
       }
     }
+    std::vector<float> a(d), b(d);
+    std::vector<float> wide = x;
+    for (float& value : wide) value *= 40;
+    rows.silu_mul(wide.data(), x.data(), d, a.data());
+    scalar.silu_mul(wide.data(), x.data(), d, b.data());
+    require(near(a, b, 1e-6f), "silu_mul");
   }
 }
 
