@@ -45,7 +45,8 @@ def set_threads(threads: int | None) -> int:
     """Set the threads that compute host kernels in this process, the waiting caller included.
 
     Args:
-      threads: >= 1 and at most the cores this process may use (affinity mask, cgroup limit); None = $RAPIDMOE_THREADS, or all of them.
+      threads: >= 1 and at most the cores this process may use (affinity mask, cgroup limit); None = $RAPIDMOE_THREADS,
+        or all of them.
     Returns: the number set.
     Raises: ValueError if out of range.
     """
@@ -66,7 +67,7 @@ def threads() -> int:
 
 
 def select_isa(name: str) -> str:
-    """Choose the kernels' instruction set for this process: "auto", "scalar", "avx2" or "avx512".
+    """Choose the kernels' instruction set for this process: "auto", "scalar", "avx2", "avx512" or "amx".
 
     Returns: the name in use. Warns where that is the scalar one, which is many times slower.
     Raises: ValueError if this processor does not have it.

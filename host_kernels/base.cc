@@ -3,10 +3,54 @@
 #include <algorithm>
 #include <cstring>
 
+#include "dense.h"
+
 namespace rapidmoe {
 namespace {
 
 constexpr int64_t kAheadRows = 4;  // gate/up rows are fetched this long before their use
+
+// u[i][j] = gate row j . x_i, v[i][j] = up row j . x_i.
+void dot_rows(const RowKernels& rows, const BaseLayer& layer, bool exact, const std::vector<Row>& gate,
+              const std::vector<Row>& up, const std::vector<const Activation*>& x, const std::vector<float*>& u,
+              const std::vector<float*>& v) {
+  thread_local std::vector<float> a, b;
+  const int64_t n = int64_t(x.size());
+  a.resize(n), b.resize(n);
+  for (size_t j = 0; j < gate.size(); ++j) {
+    if (exact) {
+      rows.dot_f32[layer.bits](gate[j], layer.width, n, x.data(), a.data());
+      rows.dot_f32[layer.bits](up[j], layer.width, n, x.data(), b.data());
+    } else {
+      rows.dot_i8[layer.bits](gate[j], up[j], layer.width, n, x.data(), a.data(), b.data());
+    }
+    for (int64_t i = 0; i < n; ++i) u[i][j] = a[i], v[i][j] = b[i];
+  }
+}
+
+// base_down for many tokens an expert.
+void down_dense(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, const Groups& groups,
+                const float* weights, const float* h0, float* y) {
+  thread_local PairSums pair_sums;
+  thread_local std::vector<DenseItem> items;
+  dense_items(groups, layer.width, &items);
+  pair_sums.start(step.pairs(), layer.width);
+  PairSums& sums = pair_sums;  // workers must see the caller's, not their own thread's
+  const std::vector<DenseItem>& work = items;
+  pool.run(int64_t(work.size()), [&](int64_t i) {
+    const DenseItem& item = work[i];
+    const int64_t begin = groups.begin[item.active], n = groups.begin[item.active + 1] - begin, units = layer.units;
+    const int32_t* pairs = groups.pairs.data() + begin;
+    thread_local std::vector<float> coefficients;
+    coefficients.resize(n * units);
+    for (int64_t t = 0; t < n; ++t)
+      for (int64_t j = 0; j < units; ++j) coefficients[t * units + j] = weights[pairs[t]] * h0[pairs[t] * units + j];
+    sums.clear(pairs, n, item.first);
+    dense_sum(rows, item, layer.bits, true, units, layer.width, pairs, n, coefficients.data(),
+              [&](int64_t j) { return layer.row(groups.experts[item.active], 2, j, kAheadRows); }, sums);
+  });
+  sums.add_into(pool, step, nullptr, y);
+}
 
 }  // namespace
 
@@ -22,34 +66,33 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
   for (int64_t p = 0; p < step.pairs(); ++p)
     if (step.experts[p] < 0)
       for (float* out : {u0, v0, h0}) std::memset(out + p * units, 0, units * sizeof(float));
-  const int64_t parts = std::min<int64_t>(256, (flat + 7) / 8);
+  const bool dense = !exact && is_dense(grouped);
+  const int64_t parts = dense ? (flat + kManyUnits - 1) / kManyUnits : std::min<int64_t>(256, (flat + 7) / 8);
   pool.run(parts, [&](int64_t part) {
     thread_local std::vector<const Activation*> x;
-    thread_local std::vector<float> u, v;
+    thread_local std::vector<Row> gate, up;
+    thread_local std::vector<float*> u, v;
     const int64_t last = flat * (part + 1) / parts;
     for (int64_t first = flat * part / parts; first < last;) {  // units first .. end - 1 are of one expert
-      const int64_t a = first / units, end = std::min(last, (a + 1) * units);
+      const int64_t a = first / units, end = std::min(last, (a + 1) * units), count = end - first, j0 = first % units;
       const int64_t begin = grouped.begin[a], n = grouped.begin[a + 1] - begin;
-      x.resize(n), u.resize(n), v.resize(n);
-      for (int64_t i = 0; i < n; ++i) x[i] = acts[grouped.pairs[begin + i] / step.slots];
-      for (int64_t j = first % units; j < first % units + end - first; ++j) {
-        const Row gate = layer.row(grouped.experts[a], 0, j, kAheadRows);
-        const Row up = layer.row(grouped.experts[a], 1, j, kAheadRows);
-        if (exact) {
-          rows.dot_f32[layer.bits](gate, layer.width, n, x.data(), u.data());
-          rows.dot_f32[layer.bits](up, layer.width, n, x.data(), v.data());
-        } else {
-          rows.dot_i8[layer.bits](gate, up, layer.width, n, x.data(), u.data(), v.data());
-        }
-        for (int64_t i = 0; i < n; ++i) {
-          const int64_t at = grouped.pairs[begin + i] * units + j;
-          u0[at] = u[i], v0[at] = v[i];
-        }
+      gate.resize(count), up.resize(count), x.resize(n), u.resize(n), v.resize(n);
+      for (int64_t j = 0; j < count; ++j) {
+        gate[j] = layer.row(grouped.experts[a], 0, j0 + j, kAheadRows);
+        up[j] = layer.row(grouped.experts[a], 1, j0 + j, kAheadRows);
       }
       for (int64_t i = 0; i < n; ++i) {
-        const int64_t at = grouped.pairs[begin + i] * units + first % units;
-        rows.silu_mul(u0 + at, v0 + at, end - first, h0 + at);
+        const int64_t p = grouped.pairs[begin + i];
+        x[i] = acts[p / step.slots];
+        u[i] = u0 + p * units + j0, v[i] = v0 + p * units + j0;
       }
+      if (dense && n >= kMany) {
+        rows.dot_many[layer.bits](gate.data(), count, layer.width, n, x.data(), u.data());
+        rows.dot_many[layer.bits](up.data(), count, layer.width, n, x.data(), v.data());
+      } else {
+        dot_rows(rows, layer, exact, gate, up, x, u, v);
+      }
+      for (int64_t i = 0; i < n; ++i) rows.silu_mul(u[i], v[i], count, h0 + (u[i] - u0));
       first = end;
     }
   });
@@ -61,6 +104,7 @@ void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const
   thread_local PartialSums sums;
   groups.fill(step, layer.experts);
   const Groups& grouped = groups;
+  if (!exact && is_dense(grouped)) return down_dense(rows, pool, layer, step, grouped, weights, h0, y);
   PartialSums& partial = sums;
   const int64_t units = layer.units, width = layer.width;
   const int64_t blocks = (units + kBlock - 1) / kBlock, flat = int64_t(grouped.experts.size()) * blocks;

@@ -32,7 +32,7 @@ py::tuple residual_delta(int64_t store, int64_t layer, bool exact, Array<float> 
   Array<float> out({x.shape(0), x.shape(1)});
   std::fill_n(out.mutable_data(), out.size(), 0.0f);
   ResidualRequest request = {{x.shape(0), mask.shape(1), x.shape(1), x.data(), experts.data()},
-                             weights.data(), u0.data(), v0.data(), h0.data(), mask.data(), records, exact};
+                             weights.data(), u0.data(), v0.data(), h0.data(), mask.data(), records, exact, false};
   ResidualStats stats;
   float* delta = out.mutable_data();
   {

@@ -96,12 +96,16 @@ _start = _handler("rapidmoe_residual_start", lambda *_: [((), jnp.uint32)])
 _done = _handler("rapidmoe_residual_done", lambda _, y: [(y.shape, jnp.float32), ((2,), jnp.int32)])
 
 
-def residual_start(request: Correction, experts: SplitExperts) -> UInt32[Array, ""]:
+def residual_start(request: Correction, experts: SplitExperts, *, replaces: bool = False) -> UInt32[Array, ""]:
     """Hand a correction to the worker pool and return its ticket without waiting.
 
     experts.exact: float32 throughout; else int8 activations and coefficients.
+
+    Args:
+      replaces: True if y_base leaves out the pairs whose units are all critical: the correction then gives their whole
+        output, so that the base's half of W2 is not read twice.
     """
-    return _start(*request, store=np.int64(experts.store), exact=experts.exact)[0]
+    return _start(*request, store=np.int64(experts.store), exact=experts.exact, replaces=replaces)[0]
 
 
 def residual_done(

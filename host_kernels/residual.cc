@@ -29,20 +29,22 @@ uint64_t mask_bits(const bool* mask, int64_t count) {
 
 }  // namespace
 
-// Pass over one active expert's mask. `fill` false: count its units and choices; true: write them from `at` on.
+// Pass over one active expert's mask. `fill` false: count its units and choices; true: write them down.
 void ResidualJob::scan(const ResidualRequest& request, int64_t active, bool fill) {
-  const int64_t first = groups_.begin[active], n = groups_.begin[active + 1] - first, units = layer_.units;
+  const int64_t first = groups_.begin[active], n = tokens_of(active), units = layer_.units;
   thread_local std::vector<uint64_t> bits;
   bits.resize(n);
-  Count at = counts_[active];
-  const Count start = at;
+  Count at = fill ? before_[active] : Count{0, 0};
   for (int64_t j0 = 0; j0 < units; j0 += 64) {
     uint64_t any = 0;
     for (int64_t i = 0; i < n; ++i)
       any |= bits[i] = mask_bits(request.mask + groups_.pairs[first + i] * units + j0, std::min<int64_t>(64, units - j0));
     if (!fill) {
       at.units += __builtin_popcountll(any);
-      for (int64_t i = 0; i < n; ++i) at.choices += __builtin_popcountll(bits[i]);
+      for (int64_t i = 0; i < n; ++i) {
+        const int count = __builtin_popcountll(bits[i]);
+        chosen_[first + i] += count, at.choices += count;
+      }
       continue;
     }
     for (; any; any &= any - 1) {
@@ -58,16 +60,20 @@ void ResidualJob::scan(const ResidualRequest& request, int64_t active, bool fill
       units_[at.units++].end = at.choices;
     }
   }
-  if (!fill) counts_[active] = {at.units - start.units, at.choices - start.choices};
+  if (!fill) before_[active] = at;  // plan() turns these into sums
 }
 
 void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest& request) {
   const Step& step = request.step;
-  rows_ = &rows, layer_ = request.layer, exact_ = request.exact, tokens_ = step.tokens, slots_ = step.slots;
+  rows_ = &rows, layer_ = request.layer, exact_ = request.exact, replaces_ = request.replaces;
+  tokens_ = step.tokens, slots_ = step.slots;
   weights_.assign(request.weights, request.weights + step.pairs());
+  experts_.assign(step.experts, step.experts + step.pairs());
   groups_.fill(step, layer_.experts);
+  dense_ = !exact_ && is_dense(groups_);
   const int64_t experts = int64_t(groups_.experts.size());
-  counts_.assign(experts, Count{0, 0});
+  before_.resize(experts);
+  chosen_.assign(groups_.pairs.size(), 0);
   const auto each = [&](bool fill) {
     const auto one = [&](int64_t a) { scan(request, a, fill); };
     if (step.pairs() > 64) {
@@ -78,11 +84,13 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
   };
   each(false);
   total_ = {0, 0};
-  for (Count& count : counts_) {
+  for (Count& count : before_) {
     const Count own = count;
     count = total_;
     total_ = {total_.units + own.units, total_.choices + own.choices};
   }
+  before_.push_back(total_);
+  parts_ = 0;
   if (!total_.units) return;
   if (int64_t(units_.size()) < total_.units) units_.resize(total_.units);
   if (int64_t(position_.size()) < total_.choices) position_.resize(total_.choices);
@@ -90,7 +98,13 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
   u_ = values, v_ = u_ + total_.choices, h0_ = v_ + total_.choices;
   each(true);
   activations_.fill(rows, pool, step, exact_);
-  sums_.start(PartialSums::parts_for(total_.units, tokens_, layer_.width), tokens_, layer_.width);
+  if (dense_) {
+    pair_sums_.start(step.pairs(), layer_.width);
+    parts_ = (total_.units + kManyUnits - 1) / kManyUnits;
+  } else {
+    parts_ = PartialSums::parts_for(total_.units, tokens_, layer_.width);
+    sums_.start(parts_, tokens_, layer_.width);
+  }
 }
 
 const uint8_t* ResidualJob::record(const Unit& unit) const {
@@ -99,44 +113,76 @@ const uint8_t* ResidualJob::record(const Unit& unit) const {
 }
 
 void ResidualJob::operator()(int64_t p) {
-  sums_.clear(p);
-  const int64_t begin = total_.units * p / sums_.parts(), last = total_.units * (p + 1) / sums_.parts();
+  const int64_t begin = total_.units * p / parts_, last = total_.units * (p + 1) / parts_;
+  const int64_t most = dense_ ? kManyUnits : kBlock;
+  if (!dense_) sums_.clear(p);
   for (int64_t i = begin; i < last;) {
     int64_t end = i + 1;
-    while (end < last && end < i + kBlock && units_[end].active == units_[i].active) ++end;
-    block(i, end, last, i == begin, sums_.part(p));
+    while (end < last && end < i + most && units_[end].active == units_[i].active) ++end;
+    factors(i, end, last, i == begin);
+    if (!dense_) add(i, end, last, sums_.part(p));
     i = end;
   }
 }
 
-void ResidualJob::block(int64_t first, int64_t last, int64_t part_last, bool cold, float* acc) {
+void ResidualJob::factors(int64_t first, int64_t last, int64_t part_last, bool cold) {
   const RecordLayout at(layer_.base_bits, layer_.residual_bits, layer_.width);
-  const int64_t width = layer_.width, begin = units_[first].begin, end = units_[last - 1].end;
-  const int32_t* pairs = groups_.pairs.data() + groups_.begin[units_[first].active];
-  const int64_t n = groups_.begin[units_[first].active + 1] - groups_.begin[units_[first].active];
+  const int64_t active = units_[first].active, n = tokens_of(active), count = last - first;
+  const int64_t begin = units_[first].begin, choices = units_[last - 1].end - begin;
+  const int32_t* pairs = pairs_of(active);
+  const int bits = layer_.residual_bits;
   thread_local std::vector<const Activation*> x;
-  thread_local std::vector<float> du, dv, base, residual;  // of choices begin .. end - 1; coefficients [n, kBlock]
-  x.resize(n), du.resize(end - begin), dv.resize(end - begin);
+  thread_local std::vector<float> du, dv;  // [choices]
+  thread_local std::vector<Row> gate, up;  // [count]
+  x.resize(n), du.resize(choices), dv.resize(choices), gate.resize(count), up.resize(count);
   for (int64_t i = first; i < last; ++i) {
-    const Unit& unit = units_[i];
-    const uint8_t* data = record(unit);
-    // W1 and W3 of the next unit are fetched meanwhile; W2 by the block before, or here where there is none.
-    const int64_t next = i + 1 < part_last ? record(units_[i + 1]) - data : 0;
-    if (cold) prefetch(data + at.b2, data + at.bytes);
-    const Row gate = {data + at.r1, halves(data + at.r1_scale), nullptr, next, next};
-    const Row up = {data + at.r3, halves(data + at.r3_scale), nullptr, next, next};
-    const int64_t count = unit.end - unit.begin;
-    float *u = &du[unit.begin - begin], *v = &dv[unit.begin - begin];
-    for (int64_t c = 0; c < count; ++c) x[c] = activations_[pairs[position_[unit.begin + c]] / slots_];
-    if (exact_) {
-      rows_->dot_f32[layer_.residual_bits](gate, width, count, x.data(), u);
-      rows_->dot_f32[layer_.residual_bits](up, width, count, x.data(), v);
-    } else {
-      rows_->dot_i8[layer_.residual_bits](gate, up, width, count, x.data(), u, v);
+    const uint8_t* data = record(units_[i]);
+    const int64_t next = i + 1 < part_last ? record(units_[i + 1]) - data : 0;  // W1 and W3, fetched meanwhile
+    gate[i - first] = {data + at.r1, halves(data + at.r1_scale), nullptr, next, next};
+    up[i - first] = {data + at.r3, halves(data + at.r3_scale), nullptr, next, next};
+  }
+  if (dense_ && n >= kMany && choices * 3 > n * count) {  // most pairs chose most units: all of them for all
+    thread_local std::vector<float> all;
+    thread_local std::vector<float*> out;
+    all.resize(n * count), out.resize(n);
+    for (int64_t i = 0; i < n; ++i) x[i] = activations_[pairs[i] / slots_], out[i] = &all[i * count];
+    for (const bool second : {false, true}) {
+      rows_->dot_many[bits](second ? up.data() : gate.data(), count, layer_.width, n, x.data(), out.data());
+      for (int64_t i = first; i < last; ++i)
+        for (int64_t c = units_[i].begin; c < units_[i].end; ++c)
+          (second ? dv : du)[c - begin] = all[position_[c] * count + i - first];
+    }
+  } else {
+    for (int64_t i = first; i < last; ++i) {
+      const Unit& unit = units_[i];
+      if (cold) prefetch(record(unit) + at.b2, record(unit) + at.bytes);  // W2; else the block before has fetched it
+      const int64_t own = unit.end - unit.begin;
+      float *u = &du[unit.begin - begin], *v = &dv[unit.begin - begin];
+      for (int64_t c = 0; c < own; ++c) x[c] = activations_[pairs[position_[unit.begin + c]] / slots_];
+      if (exact_) {
+        rows_->dot_f32[bits](gate[i - first], layer_.width, own, x.data(), u);
+        rows_->dot_f32[bits](up[i - first], layer_.width, own, x.data(), v);
+      } else {
+        rows_->dot_i8[bits](gate[i - first], up[i - first], layer_.width, own, x.data(), u, v);
+      }
     }
   }
-  for (int64_t c = begin; c < end; ++c) du[c - begin] += u_[c], dv[c - begin] += v_[c];
-  rows_->silu_mul(du.data(), dv.data(), end - begin, du.data());  // h
+  for (int64_t c = 0; c < choices; ++c) du[c] += u_[begin + c], dv[c] += v_[begin + c];
+  rows_->silu_mul(du.data(), dv.data(), choices, du.data());  // h
+  for (int64_t c = begin; c < begin + choices; ++c) {
+    const int64_t own = groups_.begin[active] + position_[c];
+    const bool whole = replaces_ && chosen_[own] == layer_.units;  // the base has left this pair out
+    const float weight = weights_[groups_.pairs[own]], h = du[c - begin];
+    u_[c] = weight * (whole ? h : h - h0_[c]);
+    v_[c] = weight * h;
+  }
+}
+
+void ResidualJob::add(int64_t first, int64_t last, int64_t part_last, float* acc) const {
+  const RecordLayout at(layer_.base_bits, layer_.residual_bits, layer_.width);
+  const int64_t active = units_[first].active, n = tokens_of(active), width = layer_.width;
+  const int32_t* pairs = pairs_of(active);
+  thread_local std::vector<float> base, residual;  // [n, kBlock]
   base.assign(n * kBlock, 0.0f), residual.assign(n * kBlock, 0.0f);
   Row base_rows[kBlock], residual_rows[kBlock];
   for (int64_t j = 0; j < kBlock; ++j) {  // what is left over repeats the last unit, times zero
@@ -145,12 +191,8 @@ void ResidualJob::block(int64_t first, int64_t last, int64_t part_last, bool col
     const int64_t next = last + j < part_last ? record(units_[last + j]) - data : 0;
     base_rows[j] = {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset), next, next};
     residual_rows[j] = {data + at.r2, halves(data + at.r2_scale), nullptr, next, next};
-    if (first + j >= last) continue;
-    for (int64_t c = unit.begin; c < unit.end; ++c) {
-      const float weight = weights_[pairs[position_[c]]], h = du[c - begin];
-      base[position_[c] * kBlock + j] = weight * (h - h0_[c]);
-      residual[position_[c] * kBlock + j] = weight * h;
-    }
+    for (int64_t c = unit.begin; c < unit.end && first + j < last; ++c)
+      base[position_[c] * kBlock + j] = u_[c], residual[position_[c] * kBlock + j] = v_[c];
   }
   for (int64_t i = 0; i < n; ++i) {
     const float *a = &base[i * kBlock], *b = &residual[i * kBlock];
@@ -163,15 +205,46 @@ void ResidualJob::block(int64_t first, int64_t last, int64_t part_last, bool col
         rows_->add[layer_.residual_bits](residual_rows[j], b[j], width, out);
       }
     } else {
-      rows_->add_block[layer_.base_bits](base_rows, a, width, out);
+      const bool whole = replaces_ && chosen_[groups_.begin[active] + i] == layer_.units;
+      (whole ? rows_->add_block_fine : rows_->add_block)[layer_.base_bits](base_rows, a, width, out);
       rows_->add_block[layer_.residual_bits](residual_rows, b, width, out);
     }
   }
 }
 
-ResidualStats ResidualJob::finish(Pool& pool, const float* y_base, float* out) const {
+void ResidualJob::add_dense(Pool& pool) {
+  const RecordLayout at(layer_.base_bits, layer_.residual_bits, layer_.width);
+  std::vector<DenseItem> items;
+  dense_items(groups_, layer_.width, &items);
+  pool.run(int64_t(items.size()), [&](int64_t i) {
+    const DenseItem& item = items[i];
+    const int64_t n = tokens_of(item.active), first = before_[item.active].units;
+    const int64_t count = before_[item.active + 1].units - first;
+    const int32_t* pairs = pairs_of(item.active);
+    pair_sums_.clear(pairs, n, item.first);
+    thread_local std::vector<float> coefficients;  // [n, count]
+    for (const bool residual : {false, true}) {
+      coefficients.assign(n * count, 0.0f);
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t c = units_[first + j].begin; c < units_[first + j].end; ++c)
+          coefficients[position_[c] * count + j] = residual ? v_[c] : u_[c];
+      const auto row_of = [&](int64_t j) -> Row {
+        const uint8_t* data = record(units_[first + j]);
+        if (residual) return {data + at.r2, halves(data + at.r2_scale), nullptr};
+        return {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset)};
+      };
+      dense_sum(*rows_, item, residual ? layer_.residual_bits : layer_.base_bits, !residual && replaces_, count,
+                layer_.width, pairs, n, coefficients.data(), row_of, pair_sums_);
+    }
+  });
+}
+
+ResidualStats ResidualJob::finish(Pool& pool, const float* y_base, float* out) {
   if (!total_.units) {
     std::memcpy(out, y_base, tokens_ * layer_.width * sizeof(float));
+  } else if (dense_) {
+    add_dense(pool);
+    pair_sums_.add_into(pool, {tokens_, slots_, layer_.width, nullptr, experts_.data()}, y_base, out);
   } else {
     sums_.add_into(pool, y_base, out);
   }

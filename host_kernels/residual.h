@@ -3,7 +3,7 @@
 //   h_j      = silu(u0_j + R1_j . x) * (v0_j + R3_j . x)
 //   delta[t] = sum over chosen (slot, unit) of weight * (h_j W2_j - h0_j B2_j),   W2 = B2 + R2
 #pragma once
-#include "routing.h"
+#include "dense.h"
 
 namespace rapidmoe {
 
@@ -23,7 +23,8 @@ struct ResidualRequest {
   const float* h0;
   const bool* mask;  // [T, k, F] critical_mask, true = corrected
   RecordLayer layer;
-  bool exact;  // float32 throughout; otherwise int8 activations and RowKernels::add_block
+  bool exact;     // float32 throughout; otherwise int8 activations and RowKernels::add_block
+  bool replaces;  // the base leaves out pairs of which every unit is chosen: their delta is weight * h_j W2_j
 };
 
 struct ResidualStats {
@@ -36,10 +37,10 @@ class ResidualJob {
  public:
   // Compact the mask into a list of units with the pairs that chose them; quantise the activations.
   void plan(const RowKernels& rows, Pool& pool, const ResidualRequest& request);
-  int64_t parts() const { return total_.units ? sums_.parts() : 0; }
+  int64_t parts() const { return parts_; }
   void operator()(int64_t part);
   // out [T, D] = y_base + delta.
-  ResidualStats finish(Pool& pool, const float* y_base, float* out) const;
+  ResidualStats finish(Pool& pool, const float* y_base, float* out);
 
   Pool::Batch batch;  // of the parts, where they run in the background
 
@@ -53,24 +54,33 @@ class ResidualJob {
   };
   void scan(const ResidualRequest& request, int64_t active, bool fill);
   const uint8_t* record(const Unit& unit) const;
-  // Units first .. last - 1, at most kBlock, all of one expert. Records are fetched ahead up to part_last, where the
-  // part ends; cold: no block of this part came before.
-  void block(int64_t first, int64_t last, int64_t part_last, bool cold, float* acc);
+  int64_t tokens_of(int64_t active) const { return groups_.begin[active + 1] - groups_.begin[active]; }
+  const int32_t* pairs_of(int64_t active) const { return groups_.pairs.data() + groups_.begin[active]; }
+  // For units first .. last - 1, all of one expert: h of every choice, then its factors of the base's and the residual's
+  // row of W2, in place of u0 and v0. Records are fetched ahead up to part_last; cold: nothing came before in this part.
+  void factors(int64_t first, int64_t last, int64_t part_last, bool cold);
+  // Add their rows of W2, at most kBlock of them, to acc [T, D].
+  void add(int64_t first, int64_t last, int64_t part_last, float* acc) const;
+  // The same for all units, by pairs.
+  void add_dense(Pool& pool);
 
   const RowKernels* rows_ = nullptr;
   RecordLayer layer_ = {};
-  bool exact_ = false;
-  int64_t tokens_ = 0, slots_ = 0;
-  std::vector<float> weights_;  // [pairs]
+  bool exact_ = false, dense_ = false, replaces_ = false;
+  int64_t tokens_ = 0, slots_ = 0, parts_ = 0;
+  std::vector<int32_t> experts_;  // [pairs]
+  std::vector<float> weights_;    // [pairs]
   Groups groups_;
   Activations activations_;
-  std::vector<Count> counts_;  // [active experts] units and choices before each expert's own
+  std::vector<int64_t> chosen_;  // [active pairs] units it chose
+  std::vector<Count> before_;    // [active experts + 1] units and choices of the experts before
   Count total_ = {0, 0};
   std::vector<Unit> units_;        // total_.units in use
   std::vector<int32_t> position_;  // of a choice, among the pairs of the unit's expert; total_.choices in use
   Buffer values_;
   float *u_ = nullptr, *v_ = nullptr, *h0_ = nullptr;  // of a choice, in values_
   PartialSums sums_;
+  PairSums pair_sums_;
 };
 
 }  // namespace rapidmoe

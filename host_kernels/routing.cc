@@ -94,4 +94,31 @@ void PartialSums::add_into(Pool& pool, const float* base, float* out) const {
   });
 }
 
+void PairSums::start(int64_t pairs, int64_t width) {
+  width_ = width;
+  sums_ = data_.at_least(pairs * width);
+}
+
+void PairSums::clear(const int32_t* pairs, int64_t n, int64_t first) {
+  const int64_t from = first < 0 ? 0 : first * kGroup;
+  const int64_t to = first < 0 ? width_ : std::min(width_, (first + kStrip) * kGroup);
+  for (int64_t i = 0; i < n; ++i) std::memset(row(pairs[i]) + from, 0, size_t(to - from) * sizeof(float));
+}
+
+void PairSums::add_into(Pool& pool, const Step& step, const float* base, float* out) const {
+  pool.run(step.tokens, [&](int64_t t) {
+    float* to = out + t * width_;
+    if (!base) {
+      std::memset(to, 0, width_ * sizeof(float));
+    } else if (base != out) {
+      std::memcpy(to, base + t * width_, width_ * sizeof(float));
+    }
+    for (int64_t p = t * step.slots; p < (t + 1) * step.slots; ++p) {
+      if (step.experts[p] < 0) continue;
+      const float* from = sums_ + p * width_;
+      for (int64_t i = 0; i < width_; ++i) to[i] += from[i];
+    }
+  });
+}
+
 }  // namespace rapidmoe

@@ -73,4 +73,21 @@ class PartialSums {
   int64_t parts_ = 0, tokens_ = 0, width_ = 0;
 };
 
+// One row a pair: what the pair's expert gives its token. For steps with many tokens an expert, where PartialSums would
+// be large; no two experts write the same row.
+class PairSums {
+ public:
+  void start(int64_t pairs, int64_t width);
+  float* row(int64_t pair) { return sums_ + pair * width_; }
+  // Zero the rows of n pairs: the kStrip groups from `first` on, or all columns if that is -1.
+  void clear(const int32_t* pairs, int64_t n, int64_t first);
+  // out[t] = base[t] + the sum over its slots with an expert, in order; base may be null (zero) or out itself.
+  void add_into(Pool& pool, const Step& step, const float* base, float* out) const;
+
+ private:
+  Buffer data_;
+  float* sums_ = nullptr;
+  int64_t width_ = 0;
+};
+
 }  // namespace rapidmoe

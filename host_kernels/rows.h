@@ -30,6 +30,7 @@ struct Activation {
 constexpr int64_t padded_width(int64_t d) { return (d + 1023) / 1024 * 1024; }
 
 constexpr int kBlock = 16;        // rows that add_block sums at once
+constexpr int64_t kStrip = 4;     // groups that sum_many sums at once
 constexpr int kFine = 127 * 128;  // largest coefficient of add_block_fine
 
 // Functions are indexed by bits (2, 3, 4); other entries are null. D is a multiple of 64.
@@ -52,6 +53,15 @@ struct RowKernels {
   void (*add_block[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
   // The same with the products rounded to 128 * int8 + int8: 128 times finer.
   void (*add_block_fine[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
+  // out[i][r] = rows[r] . x_i for many tokens: `count` rows at a time unpacked once for all of them. From the int8 form,
+  // the same integers as dot_i8.
+  void (*dot_many[5])(const Row* rows, int64_t count, int64_t d, int64_t n, const Activation* const* x,
+                      float* const* out);
+  // out[i] += sum over r of coefficients[i * count + r] * rows[r], for the columns of kStrip groups from group `first`
+  // on (or those left); out[i] points at the first of these columns. Many tokens; weights and coefficients are rounded
+  // to bfloat16 where the processor multiplies that (relative error 2^-8 a product), else all is float32.
+  void (*sum_many[5])(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
+                      float* const* out);
   // h = silu(u) * v, n of each; h may be u or v.
   void (*silu_mul)(const float* u, const float* v, int64_t n, float* h);
 };
@@ -61,8 +71,9 @@ const RowKernels& rows_scalar();
 // nullptr where not compiled in or not supported by this processor.
 const RowKernels* rows_avx2();
 const RowKernels* rows_avx512();
+const RowKernels* rows_amx();  // avx512, with AMX tiles for many tokens
 
-// The best table of this machine at or below `name` ("scalar", "avx2", "avx512"; "auto" = best).
+// The best table of this machine at or below `name` ("scalar", "avx2", "avx512", "amx"; "auto" = best).
 // nullptr if the named one is not available here.
 const RowKernels* find_rows(const char* name);
 

@@ -2,13 +2,15 @@
 // functions is compiled for a newer processor than the one that may run them.
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <new>
 
 #include "rows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #pragma GCC target("avx2,fma,f16c")
-#include "rows_simd.h"
+#include "table_simd.h"
 
 namespace rapidmoe {
 namespace {
@@ -17,7 +19,10 @@ struct Avx2 {
   using F = __m256;
   using I = __m256i;
   static constexpr int64_t W = 8, kBytes = 32;
-  static constexpr int kTokens = 2;  // tokens that share a row's unpacked codes
+  static constexpr int kTokens = 2;       // tokens that share a row's unpacked codes
+  static constexpr int kPanelTokens = 3;  // tokens that share a panel's codes in registers
+  static constexpr int kSumTokens = 3, kSumVectors = 4;
+  static constexpr bool kNarrowMac = true;  // mac sums in int16
 
   static F set(float a) { return _mm256_set1_ps(a); }
   static F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -54,6 +59,7 @@ struct Avx2 {
     __builtin_memcpy(part, p, size_t(bytes));
     return _mm256_load_si256((const I*)part);
   }
+  static I bits_of(F a) { return _mm256_castps_si256(a); }
   static void store(I a, uint8_t* p) { _mm256_storeu_si256((I*)p, a); }
   // 8 bytes a group become 16: bit 2p of byte b says the high bit of code 16p + b.
   static I high(const uint8_t* p) {
@@ -103,6 +109,22 @@ struct Avx2 {
   // Two int16 sums a dword. 16 rows of codes up to 15 times int8 up to 127 stay within 30480: no overflow.
   static I mac(I total, I codes, I k) { return _mm256_add_epi16(total, _mm256_maddubs_epi16(codes, k)); }
   static I finish(I total) { return _mm256_madd_epi16(total, _mm256_set1_epi16(1)); }
+  static I add32(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I broadcast4(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+  }
+  // Dword j of vector i and dword i of vector j change places, within each lane.
+  static void transpose_dwords(I* a) {
+    const I b0 = _mm256_unpacklo_epi32(a[0], a[1]), b1 = _mm256_unpackhi_epi32(a[0], a[1]);
+    const I b2 = _mm256_unpacklo_epi32(a[2], a[3]), b3 = _mm256_unpackhi_epi32(a[2], a[3]);
+    a[0] = _mm256_unpacklo_epi64(b0, b2), a[1] = _mm256_unpackhi_epi64(b0, b2);
+    a[2] = _mm256_unpacklo_epi64(b1, b3), a[3] = _mm256_unpackhi_epi64(b1, b3);
+  }
+  static void store_lane(I a, int lane, uint8_t* p) {
+    _mm_storeu_si128((__m128i*)p, lane ? _mm256_extracti128_si256(a, 1) : _mm256_castsi256_si128(a));
+  }
   static I add128(I high, I low) { return _mm256_add_epi32(_mm256_slli_epi32(high, 7), low); }
   static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   static I round(F a) { return _mm256_cvtps_epi32(a); }

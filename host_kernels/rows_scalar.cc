@@ -1,4 +1,5 @@
 // Scalar row kernels: the definition. Slow and plain on purpose.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -112,6 +113,25 @@ void add_block(const Row* rows, const float* coefficients, int64_t d, float* acc
   }
 }
 
+template <int bits>
+void dot_many(const Row* rows, int64_t count, int64_t d, int64_t n, const Activation* const* x, float* const* out) {
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t r = 0; r < count; ++r) out[i][r] = dot_one<bits>(rows[r], d, *x[i]);
+}
+
+template <int bits>
+void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
+              float* const* out) {
+  const int64_t last = std::min(d, (first + kStrip) * kGroup);
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t c = first * kGroup; c < last; ++c) {
+        const float w = half_to_float(rows[r].scale[c / kGroup]) * float(code_at<bits>(rows[r].codes, d, c)) +
+                        offset_at<bits>(rows[r], c / kGroup);
+        out[i][c - first * kGroup] += coefficients[i * count + r] * w;
+      }
+}
+
 void quantize(const float* x, int64_t d, int8_t* q, int8_t*, int8_t*, float* scale, float* sum) {
   for (int64_t g = 0; g < d / kGroup; ++g) {
     float largest = 0, poison = 0;  // poison: 0, or NaN where any value is NaN or Inf
@@ -147,12 +167,18 @@ const RowKernels& rows_scalar() {
       {nullptr, nullptr, add<2>, add<3>, add<4>},
       {nullptr, nullptr, add_block<2, 127>, add_block<3, 127>, add_block<4, 127>},
       {nullptr, nullptr, add_block<2, kFine>, add_block<3, kFine>, add_block<4, kFine>},
+      {nullptr, nullptr, dot_many<2>, dot_many<3>, dot_many<4>},
+      {nullptr, nullptr, sum_many<2>, sum_many<3>, sum_many<4>},
       silu_mul};
   return table;
 }
 
 const RowKernels* find_rows(const char* name) {
   const bool automatic = std::strcmp(name, "auto") == 0;
+  if (automatic || std::strcmp(name, "amx") == 0) {
+    if (const RowKernels* rows = rows_amx()) return rows;
+    if (!automatic) return nullptr;
+  }
   if (automatic || std::strcmp(name, "avx512") == 0) {
     if (const RowKernels* rows = rows_avx512()) return rows;
     if (!automatic) return nullptr;

@@ -97,10 +97,13 @@ def moe_layer(
     )
     mask = critical_mask(step, policy, per_token=context.per_token)
     request = ops.Correction(x, expert_ids, expert_weights, u0, v0, h0, mask, layer)
-    pending = residual.start(request, experts)
+    # On one and the same processor a pair with every unit critical is left to the correction: W2's base is read once.
+    replaces = experts.executor == "host" and base is ops
+    pending = residual.start(request, experts, replaces=replaces)
     # The barrier keeps the base's second half after start, so that the two run side by side.
     h0, pending = jax.lax.optimization_barrier((h0, pending))
-    y_base = base.base_down(h0, expert_ids, expert_weights, layer, experts)
+    base_ids = jnp.where(mask.all(-1), -1, expert_ids) if replaces else expert_ids
+    y_base = base.base_down(h0, base_ids, expert_weights, layer, experts)
     y = residual.done(pending, y_base, experts)
     return y, _stats(step, mask, per_token=context.per_token)
 

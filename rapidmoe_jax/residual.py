@@ -23,11 +23,19 @@ from rapidmoe_jax.pallas.reference import dequantize_rows
 Pending = UInt32[Array, ""] | Float[Array, "T D"] | None
 
 
-def start(request: Correction, experts: SplitExperts) -> Pending:
-    """Begin a correction. Returns what done() needs."""
+def start(request: Correction, experts: SplitExperts, *, replaces: bool = False) -> Pending:
+    """Begin a correction. Returns what done() needs.
+
+    Args:
+      replaces: y_base will leave out the pairs whose units are all critical (ops.residual_start); host executor only.
+    """
+    if replaces and experts.executor != "host":
+        raise ValueError(
+            f"replaces=True with executor={experts.executor!r}: only the host executor gives whole experts"
+        )
     match experts.executor:
         case "host":
-            return residual_start(request, experts)
+            return residual_start(request, experts, replaces=replaces)
         case "callback":
             return _callback_delta(request, experts)
         case "reference":
