@@ -67,7 +67,7 @@ def threads() -> int:
 
 
 def select_isa(name: str) -> str:
-    """Choose the kernels' instruction set for this process: "auto", "scalar", "avx2", "avx512" or "amx".
+    """Choose the kernels' instruction set for this process: "auto", "scalar", "avx2", "avx512", "avx512_bf16" or "amx".
 
     Returns: the name in use. Warns where that is the scalar one, which is many times slower.
     Raises: ValueError if this processor does not have it.

@@ -180,7 +180,8 @@ void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t 
       });
     for (int64_t c = 0; c < (last - first) * kGroup; c += V::kSumVectors * V::W) {
       int64_t t = 0;
-      for (; t + N <= n; t += N) sum_columns<V, N>(w, left, coefficients + t * count + r0, count, c, out + t);
+      for (; n - t >= N; t += N) sum_columns<V, N>(w, left, coefficients + t * count + r0, count, c, out + t);
+      for (; n - t >= 2; t += 2) sum_columns<V, 2>(w, left, coefficients + t * count + r0, count, c, out + t);
       for (; t < n; ++t) sum_columns<V, 1>(w, left, coefficients + t * count + r0, count, c, out + t);
     }
   }

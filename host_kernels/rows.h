@@ -71,9 +71,10 @@ const RowKernels& rows_scalar();
 // nullptr where not compiled in or not supported by this processor.
 const RowKernels* rows_avx2();
 const RowKernels* rows_avx512();
-const RowKernels* rows_amx();  // avx512, with AMX tiles for many tokens
+const RowKernels* rows_avx512_bf16();  // avx512 with sum_many in bfloat16
+const RowKernels* rows_amx();          // avx512_bf16 with AMX tiles for many tokens
 
-// The best table of this machine at or below `name` ("scalar", "avx2", "avx512", "amx"; "auto" = best).
+// The table named "scalar", "avx2", "avx512", "avx512_bf16" or "amx", or this machine's best for "auto".
 // nullptr if the named one is not available here.
 const RowKernels* find_rows(const char* name);
 

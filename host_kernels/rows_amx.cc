@@ -17,12 +17,10 @@
 #include <unistd.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
 #include "avx512.h"
-#include "many_simd.h"
+#include "pairs_bf16.h"
 
 namespace rapidmoe {
 namespace {
-
-constexpr int64_t kTile = 16;  // rows of a tile, and its columns in dwords
 
 // Eight tiles of 16 x 64 bytes for this thread, while this object lives.
 class Tiles {
@@ -40,8 +38,6 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };
-
-int64_t whole_tiles(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
 // The intrinsics of tile loads do not tell the compiler that they read memory: what was written before stays before.
 inline void finish_writes() { __asm__ volatile("" ::: "memory"); }
@@ -188,62 +184,23 @@ void dot_tiles(const Row* rows, int64_t count, int64_t d, int64_t n, const Activ
   }
 }
 
-// Two rows of floats as bfloat16 pairs a column.
-inline __m512i pairs(const float* even, const float* odd) {
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(odd), _mm512_loadu_ps(even));
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
-}
-
-constexpr int64_t kColumns = kStrip * kGroup;
-
 template <int bits>
 void sum_tiles(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
                float* const* out) {
-  const int64_t groups = d / kGroup, last = first + kStrip < groups ? first + kStrip : groups;
-  const int64_t blocks = (count + kSumRows - 1) / kSumRows, padded = whole_tiles(n);
-  // [blocks][tiles of 16 columns][16 pairs of rows][16 columns] pairs; [blocks][padded tokens][32 rows] bfloat16
-  thread_local std::vector<uint32_t> weights;
-  thread_local std::vector<uint16_t> factors;
-  if (int64_t(weights.size()) < blocks * kTile * kColumns) weights.resize(blocks * kTile * kColumns);
-  if (int64_t(factors.size()) < blocks * padded * kSumRows) factors.resize(blocks * padded * kSumRows);
-  alignas(64) float two[2][kColumns] = {};
-  for (int64_t r = 0; r < blocks * kSumRows; ++r) {
-    if (r < count) {
-      for_weights<Avx512, bits>(rows[r], 1.0f, d, first, last, [&](int64_t i, __m512 value) {
-        _mm512_store_ps(two[r % 2] + i - first * kGroup, value);
-      });
-    } else {
-      std::memset(two[r % 2], 0, sizeof two[0]);
-    }
-    if (r % 2)
-      for (int64_t c = 0; c < kColumns; c += kTile)
-        _mm512_storeu_si512(&weights[(r / kSumRows * kColumns + c) * kTile + r % kSumRows / 2 * kTile],
-                            pairs(two[0] + c, two[1] + c));
-  }
-  for (int64_t b = 0; b < blocks; ++b)
-    for (int64_t t = 0; t < padded; ++t) {
-      __m512 half[2] = {};
-      for (int64_t h = 0; h < 2 && t < n; ++h) {
-        const int64_t r = b * kSumRows + h * kTile, left = count - r;
-        const __mmask16 part = left >= kTile ? __mmask16(0xffff) : left <= 0 ? __mmask16(0) : __mmask16((1u << left) - 1);
-        half[h] = _mm512_maskz_loadu_ps(part, coefficients + t * count + (part ? r : 0));
-      }
-      _mm512_storeu_si512(&factors[(b * padded + t) * kSumRows], (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]));
-    }
+  thread_local PairProduct product;
+  product.fill<bits>(rows, count, d, first, n, coefficients);
   finish_writes();
   const Tiles tiles;
   alignas(64) float sums[4][kTile * kTile];
   for (int64_t t = 0; t < n; t += kTile)
-    for (int64_t c = 0; c < (last - first) * kGroup; c += 4 * kTile) {
+    for (int64_t c = 0; c < product.columns; c += 4 * kTile) {
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
-      for (int64_t b = 0; b < blocks; ++b) {
-        const uint32_t* w = &weights[(b * kColumns + c) * kTile];
-        _tile_loadd(4, &factors[(b * padded + t) * kSumRows], kSumRows * 2);
+      for (int64_t b = 0; b < product.blocks; ++b) {
+        const uint32_t* w = product.weight(b, c);
+        _tile_loadd(4, product.factor(b, t), kSumRows * 2);
         _tile_loadd(5, w, 64);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, w + kTile * kTile, 64);
@@ -267,10 +224,9 @@ void sum_tiles(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t
 
 // Whether the processor has the tiles and the kernel grants this process their state.
 bool have_amx() {
-  unsigned a, b, c, d, e;
+  unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool tiles = d >> 22 & 1 && d >> 24 & 1 && d >> 25 & 1;  // bf16, tile, int8
-  if (!tiles || !__get_cpuid_count(7, 1, &e, &b, &c, &d) || !(e >> 5 & 1)) return false;  // avx512_bf16
+  if (!(d >> 22 & 1 && d >> 24 & 1 && d >> 25 & 1)) return false;  // bf16, tile, int8
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -279,8 +235,8 @@ bool have_amx() {
 
 const RowKernels* rows_amx() {
   static const RowKernels* const table = []() -> const RowKernels* {
-    if (!rows_avx512() || !have_amx()) return nullptr;
-    static RowKernels amx = *rows_avx512();
+    if (!rows_avx512_bf16() || !have_amx()) return nullptr;
+    static RowKernels amx = *rows_avx512_bf16();
     amx.name = "amx";
     amx.dot_many[2] = dot_tiles<2>, amx.dot_many[3] = dot_tiles<3>, amx.dot_many[4] = dot_tiles<4>;
     amx.sum_many[2] = sum_tiles<2>, amx.sum_many[3] = sum_tiles<3>, amx.sum_many[4] = sum_tiles<4>;

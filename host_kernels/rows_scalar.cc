@@ -175,17 +175,9 @@ const RowKernels& rows_scalar() {
 
 const RowKernels* find_rows(const char* name) {
   const bool automatic = std::strcmp(name, "auto") == 0;
-  if (automatic || std::strcmp(name, "amx") == 0) {
-    if (const RowKernels* rows = rows_amx()) return rows;
-    if (!automatic) return nullptr;
-  }
-  if (automatic || std::strcmp(name, "avx512") == 0) {
-    if (const RowKernels* rows = rows_avx512()) return rows;
-    if (!automatic) return nullptr;
-  }
-  if (automatic || std::strcmp(name, "avx2") == 0) {
-    if (const RowKernels* rows = rows_avx2()) return rows;
-    if (!automatic) return nullptr;
+  for (const auto table : {rows_amx, rows_avx512_bf16, rows_avx512, rows_avx2}) {
+    const RowKernels* rows = table();
+    if (rows && (automatic || std::strcmp(name, rows->name) == 0)) return rows;
   }
   return automatic || std::strcmp(name, "scalar") == 0 ? &rows_scalar() : nullptr;
 }

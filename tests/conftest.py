@@ -100,7 +100,7 @@ def demo_float() -> rapidmoe_jax.Model:
     return rapidmoe_jax.load(rapidmoe_jax.demo_path())
 
 
-@pytest.fixture(params=[name for name in ("scalar", "avx2", "avx512", "amx") if _host.has_isa(name)])
+@pytest.fixture(params=[name for name in ("scalar", "avx2", "avx512", "avx512_bf16", "amx") if _host.has_isa(name)])
 def isa(request):
     """Run a test once an instruction set that this machine has."""
     _host.select_isa(request.param)

@@ -27,24 +27,29 @@ def test_host_base_equals_the_reference(case, bits, tokens, isa, tmp_path):
             np.testing.assert_allclose(a, b, atol=bound)
     h0 = wanted[2]
     wanted = reference.base_down(h0, ids, weights, layer, experts)
-    for kind, bound in ((experts, 1e-5), (fast, 1e-3)):
+    # 33 tokens: many an expert, so that products may be of bfloat16
+    for kind, bound in ((experts, 1e-5), (fast, 1e-3 if tokens < 33 else 5e-3)):
         got = ops.base_down(h0, ids, weights, layer, kind)
         np.testing.assert_allclose(got, wanted, atol=bound)
         if tokens > 1:
             assert not np.asarray(got)[0].any()
 
 
-def test_integer_arithmetic_costs_little(tmp_path):
-    """Relative error of u0 from int8 activations, of y_base from 15-bit coefficients; .0056, .00013 on 2026-12-01."""
+@pytest.mark.parametrize("tokens, bound", [(8, 3e-4), (64, 4e-3)])
+def test_integer_arithmetic_costs_little(tokens, bound, tmp_path):
+    """Relative error of u0 from int8 activations, of y_base from 15-bit coefficients and from bfloat16 ones.
+
+    On 2026-12-01: .0056, .00013, .0023.
+    """
     case = TEST_CASES[1]
     experts, _ = random_experts(case, SplitConfig(), tmp_path)
     fast = dataclasses.replace(experts, exact=False)
-    step, layer = random_step(case, 16), jnp.int32(0)
+    step, layer = random_step(case, tokens), jnp.int32(0)
     x, ids, weights = step["x"], step["expert_ids"], step["expert_weights"]
     (u, _, h0), (v, _, _) = (ops.base_gate_up(x, ids, layer, kind) for kind in (experts, fast))
     assert np.linalg.norm(v - u) < 0.01 * np.linalg.norm(u)
     y, z = (ops.base_down(h0, ids, weights, layer, kind) for kind in (experts, fast))
-    assert np.linalg.norm(z - y) < 3e-4 * np.linalg.norm(y)
+    assert np.linalg.norm(z - y) < bound * np.linalg.norm(y)
 
 
 def test_base_runs_under_vmap_and_scan(tmp_path):

@@ -80,6 +80,26 @@ void test_rows(const RowKernels& rows) {
         rows.dot_f32[bits](row, d, n, pointers.data(), a.data());
         scalar.dot_f32[bits](row, d, n, pointers.data(), b.data());
         require(near(a, b, 1e-4f), "dot_f32");
+        for (int64_t count : {1, 16, 37}) {
+          const std::vector<uint8_t> packed = bytes(count * row_bytes(bits, d));
+          std::vector<Row> many(count);
+          for (int64_t r = 0; r < count; ++r) many[r] = {&packed[r * row_bytes(bits, d)], s.data(), offset};
+          std::vector<float> p(n * count), t(n * count);
+          std::vector<float*> to(n), wanted(n);
+          for (int i = 0; i < n; ++i) to[i] = &p[i * count], wanted[i] = &t[i * count];
+          rows.dot_many[bits](many.data(), count, d, n, pointers.data(), to.data());
+          scalar.dot_many[bits](many.data(), count, d, n, pointers.data(), wanted.data());
+          require(near(p, t, 1e-4f), "dot_many");
+          const std::vector<float> factors = normal(n * count);
+          for (int64_t first = 0; first < d / 64; first += kStrip) {
+            const int64_t columns = std::min(d - first * 64, kStrip * 64);
+            std::vector<float> sums(n * columns, 1.0f), right(n * columns, 1.0f);
+            for (int i = 0; i < n; ++i) to[i] = &sums[i * columns], wanted[i] = &right[i * columns];
+            rows.sum_many[bits](many.data(), count, d, first, n, factors.data(), to.data());
+            scalar.sum_many[bits](many.data(), count, d, first, n, factors.data(), wanted.data());
+            require(near(sums, right, 2e-2f), "sum_many");
+          }
+        }
         rows.dequantize[bits](row, d, w.data());
         scalar.dequantize[bits](row, d, v.data());
         require(near(w, v, 1e-6f), "dequantize");
@@ -210,7 +230,7 @@ void test_jobs() {
 }  // namespace
 
 int main() {
-  for (const char* name : {"scalar", "avx2", "avx512"}) {
+  for (const char* name : {"scalar", "avx2", "avx512", "avx512_bf16", "amx"}) {
     const RowKernels* rows = find_rows(name);
     std::printf("%s: %s\n", name, rows ? "tested" : "not on this processor");
     if (rows) test_rows(*rows);
