@@ -45,9 +45,11 @@ void down_dense(const RowKernels& rows, Pool& pool, const BaseLayer& layer, cons
     coefficients.resize(n * units);
     for (int64_t t = 0; t < n; ++t)
       for (int64_t j = 0; j < units; ++j) coefficients[t * units + j] = weights[pairs[t]] * h0[pairs[t] * units + j];
-    sums.clear(pairs, n, item.first);
-    dense_sum(rows, item, layer.bits, true, units, layer.width, pairs, n, coefficients.data(),
-              [&](int64_t j) { return layer.row(groups.experts[item.active], 2, j, kAheadRows); }, sums);
+    thread_local std::vector<Row> down;
+    down.resize(units);
+    for (int64_t j = 0; j < units; ++j) down[j] = layer.row(groups.experts[item.active], 2, j, kAheadRows);
+    sums.clear(pairs, n, item.first, item.last);
+    dense_sum(rows, item, layer.bits, true, down, layer.width, pairs, n, coefficients.data(), sums);
   });
   sums.add_into(pool, step, nullptr, y);
 }

@@ -168,7 +168,7 @@ inline void sum_columns(const float* w, int64_t rows, const float* coefficients,
 
 template <class V, int bits>
 void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-              float* const* out) {
+              int64_t stride, float* const* out) {
   alignas(64) float w[kSumRows * kStrip * kGroup];
   const int64_t groups = d / kGroup, last = first + kStrip < groups ? first + kStrip : groups;
   constexpr int N = V::kSumTokens;
@@ -180,9 +180,9 @@ void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t 
       });
     for (int64_t c = 0; c < (last - first) * kGroup; c += V::kSumVectors * V::W) {
       int64_t t = 0;
-      for (; n - t >= N; t += N) sum_columns<V, N>(w, left, coefficients + t * count + r0, count, c, out + t);
-      for (; n - t >= 2; t += 2) sum_columns<V, 2>(w, left, coefficients + t * count + r0, count, c, out + t);
-      for (; t < n; ++t) sum_columns<V, 1>(w, left, coefficients + t * count + r0, count, c, out + t);
+      for (; n - t >= N; t += N) sum_columns<V, N>(w, left, coefficients + t * stride + r0, stride, c, out + t);
+      for (; n - t >= 2; t += 2) sum_columns<V, 2>(w, left, coefficients + t * stride + r0, stride, c, out + t);
+      for (; t < n; ++t) sum_columns<V, 1>(w, left, coefficients + t * stride + r0, stride, c, out + t);
     }
   }
 }

@@ -32,7 +32,8 @@ struct PairProduct {
   const uint16_t* factor(int64_t block, int64_t token) const { return &factors[(block * padded + token) * kSumRows]; }
 
   template <int bits>
-  void fill(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients) {
+  void fill(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
+            int64_t stride) {
     const int64_t last = std::min(first + kStrip, d / kGroup);
     blocks = (count + kSumRows - 1) / kSumRows, columns = (last - first) * kGroup, padded = whole_tiles(n);
     if (int64_t(weights.size()) < blocks * kTile * kColumns) weights.resize(blocks * kTile * kColumns);
@@ -58,7 +59,7 @@ struct PairProduct {
           const int64_t r = b * kSumRows + h * kTile, left = count - r;
           if (left <= 0) continue;
           const __mmask16 part = left >= kTile ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
-          half[h] = _mm512_maskz_loadu_ps(part, coefficients + t * count + r);
+          half[h] = _mm512_maskz_loadu_ps(part, coefficients + t * stride + r);
         }
         _mm512_storeu_si512(&factors[(b * padded + t) * kSumRows], (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]));
       }

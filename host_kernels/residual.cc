@@ -6,6 +6,8 @@
 namespace rapidmoe {
 namespace {
 
+constexpr int64_t kAhead = 8;  // records on that are fetched while W2 of one is summed, in a dense step
+
 const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
 void prefetch(const uint8_t* first, const uint8_t* last) {
@@ -76,7 +78,7 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
   chosen_.assign(groups_.pairs.size(), 0);
   const auto each = [&](bool fill) {
     const auto one = [&](int64_t a) { scan(request, a, fill); };
-    if (step.pairs() > 64) {
+    if (step.pairs() * layer_.units > 8192) {
       pool.run(experts, one);
     } else {
       for (int64_t a = 0; a < experts; ++a) one(a);
@@ -100,6 +102,13 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
   activations_.fill(rows, pool, step, exact_);
   if (dense_) {
     pair_sums_.start(step.pairs(), layer_.width);
+    matrix_.resize(experts);
+    int64_t size = 0;
+    for (int64_t a = 0; a < experts; ++a) {
+      matrix_[a] = size;
+      size += tokens_of(a) * (before_[a + 1].units - before_[a].units);
+    }
+    base_ = matrices_.at_least(2 * size), residual_ = base_ + size;
     parts_ = (total_.units + kManyUnits - 1) / kManyUnits;
   } else {
     parts_ = PartialSums::parts_for(total_.units, tokens_, layer_.width);
@@ -176,6 +185,16 @@ void ResidualJob::factors(int64_t first, int64_t last, int64_t part_last, bool c
     u_[c] = weight * (whole ? h : h - h0_[c]);
     v_[c] = weight * h;
   }
+  if (!dense_) return;
+  const int64_t stride = before_[active + 1].units - before_[active].units;
+  const int64_t corner = matrix_[active] + first - before_[active].units;
+  for (float* matrix : {base_ + corner, residual_ + corner})
+    for (int64_t i = 0; i < n; ++i) std::memset(matrix + i * stride, 0, size_t(count) * sizeof(float));
+  for (int64_t i = first; i < last; ++i)
+    for (int64_t c = units_[i].begin; c < units_[i].end; ++c) {
+      const int64_t at = corner + position_[c] * stride + i - first;
+      base_[at] = u_[c], residual_[at] = v_[c];
+    }
 }
 
 void ResidualJob::add(int64_t first, int64_t last, int64_t part_last, float* acc) const {
@@ -221,20 +240,20 @@ void ResidualJob::add_dense(Pool& pool) {
     const int64_t n = tokens_of(item.active), first = before_[item.active].units;
     const int64_t count = before_[item.active + 1].units - first;
     const int32_t* pairs = pairs_of(item.active);
-    pair_sums_.clear(pairs, n, item.first);
-    thread_local std::vector<float> coefficients;  // [n, count]
+    pair_sums_.clear(pairs, n, item.first, item.last);
+    thread_local std::vector<Row> all;
+    all.resize(count);
     for (const bool residual : {false, true}) {
-      coefficients.assign(n * count, 0.0f);
-      for (int64_t j = 0; j < count; ++j)
-        for (int64_t c = units_[first + j].begin; c < units_[first + j].end; ++c)
-          coefficients[position_[c] * count + j] = residual ? v_[c] : u_[c];
-      const auto row_of = [&](int64_t j) -> Row {
+      for (int64_t j = 0; j < count; ++j) {
         const uint8_t* data = record(units_[first + j]);
-        if (residual) return {data + at.r2, halves(data + at.r2_scale), nullptr};
-        return {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset)};
-      };
-      dense_sum(*rows_, item, residual ? layer_.residual_bits : layer_.base_bits, !residual && replaces_, count,
-                layer_.width, pairs, n, coefficients.data(), row_of, pair_sums_);
+        const int64_t ahead = j + kAhead < count ? record(units_[first + j + kAhead]) - data : 0;
+        if (residual)
+          all[j] = {data + at.r2, halves(data + at.r2_scale), nullptr, ahead, ahead};
+        else
+          all[j] = {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset), ahead, ahead};
+      }
+      dense_sum(*rows_, item, residual ? layer_.residual_bits : layer_.base_bits, !residual && replaces_, all,
+                layer_.width, pairs, n, (residual ? residual_ : base_) + matrix_[item.active], pair_sums_);
     }
   });
 }

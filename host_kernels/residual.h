@@ -57,7 +57,7 @@ class ResidualJob {
   int64_t tokens_of(int64_t active) const { return groups_.begin[active + 1] - groups_.begin[active]; }
   const int32_t* pairs_of(int64_t active) const { return groups_.pairs.data() + groups_.begin[active]; }
   // For units first .. last - 1, all of one expert: h of every choice, then its factors of the base's and the residual's
-  // row of W2, in place of u0 and v0. Records are fetched ahead up to part_last; cold: nothing came before in this part.
+  // row of W2, in place of u0 and v0, or in the matrices of a dense step. Records are fetched ahead up to part_last; cold: nothing came before in this part.
   void factors(int64_t first, int64_t last, int64_t part_last, bool cold);
   // Add their rows of W2, at most kBlock of them, to acc [T, D].
   void add(int64_t first, int64_t last, int64_t part_last, float* acc) const;
@@ -81,6 +81,9 @@ class ResidualJob {
   float *u_ = nullptr, *v_ = nullptr, *h0_ = nullptr;  // of a choice, in values_
   PartialSums sums_;
   PairSums pair_sums_;
+  std::vector<int64_t> matrix_;                // [active experts] where the factors [tokens, units] of each start
+  Buffer matrices_;                            // of the base's rows, then of the residual's
+  float *base_ = nullptr, *residual_ = nullptr;  // in matrices_
 };
 
 }  // namespace rapidmoe

@@ -99,10 +99,9 @@ void PairSums::start(int64_t pairs, int64_t width) {
   sums_ = data_.at_least(pairs * width);
 }
 
-void PairSums::clear(const int32_t* pairs, int64_t n, int64_t first) {
-  const int64_t from = first < 0 ? 0 : first * kGroup;
-  const int64_t to = first < 0 ? width_ : std::min(width_, (first + kStrip) * kGroup);
-  for (int64_t i = 0; i < n; ++i) std::memset(row(pairs[i]) + from, 0, size_t(to - from) * sizeof(float));
+void PairSums::clear(const int32_t* pairs, int64_t n, int64_t first, int64_t last) {
+  for (int64_t i = 0; i < n; ++i)
+    std::memset(row(pairs[i]) + first * kGroup, 0, size_t(last - first) * kGroup * sizeof(float));
 }
 
 void PairSums::add_into(Pool& pool, const Step& step, const float* base, float* out) const {

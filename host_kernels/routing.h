@@ -79,8 +79,8 @@ class PairSums {
  public:
   void start(int64_t pairs, int64_t width);
   float* row(int64_t pair) { return sums_ + pair * width_; }
-  // Zero the rows of n pairs: the kStrip groups from `first` on, or all columns if that is -1.
-  void clear(const int32_t* pairs, int64_t n, int64_t first);
+  // Zero groups first .. last - 1 of the rows of n pairs.
+  void clear(const int32_t* pairs, int64_t n, int64_t first, int64_t last);
   // out[t] = base[t] + the sum over its slots with an expert, in order; base may be null (zero) or out itself.
   void add_into(Pool& pool, const Step& step, const float* base, float* out) const;
 

@@ -121,14 +121,14 @@ void dot_many(const Row* rows, int64_t count, int64_t d, int64_t n, const Activa
 
 template <int bits>
 void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-              float* const* out) {
+              int64_t stride, float* const* out) {
   const int64_t last = std::min(d, (first + kStrip) * kGroup);
   for (int64_t i = 0; i < n; ++i)
     for (int64_t r = 0; r < count; ++r)
       for (int64_t c = first * kGroup; c < last; ++c) {
         const float w = half_to_float(rows[r].scale[c / kGroup]) * float(code_at<bits>(rows[r].codes, d, c)) +
                         offset_at<bits>(rows[r], c / kGroup);
-        out[i][c - first * kGroup] += coefficients[i * count + r] * w;
+        out[i][c - first * kGroup] += coefficients[i * stride + r] * w;
       }
 }
 
