@@ -97,6 +97,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("set_threads", [](int n) { Pool::instance().resize(n); }, py::call_guard<py::gil_scoped_release>());
   m.def("threads", [] { return Pool::instance().threads(); });
   m.def("available_cores", &available_cores);
+  m.def("cgroup_cpus", &cgroup_cpus);
   m.def("select_isa", [](const std::string& name) { select_rows(name.c_str()); });
   m.def("isa", [] { return active_rows().name; });
   m.def("has_isa", [](const std::string& name) { return find_rows(name.c_str()) != nullptr; });

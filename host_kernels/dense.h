@@ -7,7 +7,7 @@
 
 namespace rapidmoe {
 
-constexpr int64_t kMany = 12;        // tokens of an expert from which unpacking its rows first pays
+constexpr int64_t kMany = 16;        // tokens of an expert from which unpacking its rows first pays
 constexpr int64_t kManyUnits = 128;  // units that one part works on, and rows summed before the next columns
 constexpr int64_t kItemGroups = 16;  // groups of columns of an item
 

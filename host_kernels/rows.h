@@ -59,7 +59,7 @@ struct RowKernels {
                       float* const* out);
   // out[i] += sum over r of coefficients[i * stride + r] * rows[r], for the columns of kStrip groups from group `first`
   // on (or those left); out[i] points at the first of these columns. Many tokens; weights and coefficients are rounded
-  // to bfloat16 where the processor multiplies that (relative error 2^-8 a product), else all is float32.
+  // to bfloat16 where the processor multiplies that (relative error 2^-7 a product at most), else all is float32.
   void (*sum_many[5])(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
                       int64_t stride, float* const* out);
   // h = silu(u) * v, n of each; h may be u or v.

@@ -54,5 +54,14 @@ def test_a_smaller_affinity_mask_gives_a_smaller_pool():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"1\n"
 
 
+@pytest.mark.parametrize(
+    "text, cpus", [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 0), ("", 0), ("-1 0", 0)]
+)
+def test_a_cgroup_limit_is_read_in_whole_processors(text, cpus, tmp_path):
+    (tmp_path / "cpu.max").write_text(text)
+    assert _host.cgroup_cpus(str(tmp_path)) == cpus
+    assert _host.cgroup_cpus(str(tmp_path / "absent")) == 0
+
+
 def test_read_bandwidth_is_plausible():
     assert 5e8 < _host.read_bandwidth(np.ones(1 << 24, np.uint8), 3) < 2e12
