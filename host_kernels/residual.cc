@@ -109,9 +109,12 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
       size += tokens_of(a) * (before_[a + 1].units - before_[a].units);
     }
     base_ = matrices_.at_least(2 * size), residual_ = base_ + size;
-    parts_ = (total_.units + kManyUnits - 1) / kManyUnits;
+    span_ = kManyUnits;
+    parts_ = (total_.units + span_ - 1) / span_;
   } else {
-    parts_ = PartialSums::parts_for(total_.units, tokens_, layer_.width);
+    const int64_t most = PartialSums::parts_for(total_.units, tokens_, layer_.width);
+    span_ = (total_.units + most * kBlock - 1) / (most * kBlock) * kBlock;  // whole blocks
+    parts_ = (total_.units + span_ - 1) / span_;
     sums_.start(parts_, tokens_, layer_.width);
   }
 }
@@ -122,7 +125,7 @@ const uint8_t* ResidualJob::record(const Unit& unit) const {
 }
 
 void ResidualJob::operator()(int64_t p) {
-  const int64_t begin = total_.units * p / parts_, last = total_.units * (p + 1) / parts_;
+  const int64_t begin = p * span_, last = std::min(total_.units, begin + span_);
   const int64_t most = dense_ ? kManyUnits : kBlock;
   if (!dense_) sums_.clear(p);
   for (int64_t i = begin; i < last;) {

@@ -67,7 +67,7 @@ class ResidualJob {
   const RowKernels* rows_ = nullptr;
   RecordLayer layer_ = {};
   bool exact_ = false, dense_ = false, replaces_ = false;
-  int64_t tokens_ = 0, slots_ = 0, parts_ = 0;
+  int64_t tokens_ = 0, slots_ = 0, parts_ = 0, span_ = 0;  // span: units of a part
   std::vector<int32_t> experts_;  // [pairs]
   std::vector<float> weights_;    // [pairs]
   Groups groups_;
