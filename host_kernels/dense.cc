@@ -13,20 +13,23 @@ void dense_items(const Groups& groups, int64_t width, std::vector<DenseItem>* it
   }
 }
 
-void dense_sum(const RowKernels& rows, const DenseItem& item, int bits, bool fine, const std::vector<Row>& all,
-               int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums) {
+void dense_sum_many(const RowKernels& rows, const DenseItem& item, int bits, const std::vector<Row>& all, const More& more,
+                    int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums) {
   const int64_t count = int64_t(all.size());
   thread_local std::vector<float*> out;
   out.resize(n);
-  if (n >= kMany) {
-    for (int64_t r = 0; r < count; r += kManyUnits)
-      for (int64_t g = item.first; g < item.last; g += kStrip) {
-        for (int64_t i = 0; i < n; ++i) out[i] = sums.row(pairs[i]) + g * kGroup;
-        rows.sum_many[bits](all.data() + r, std::min(kManyUnits, count - r), width, g, n, coefficients + r, count,
-                            out.data());
-      }
-    return;
-  }
+  for (int64_t r = 0; r < count; r += kManyUnits)
+    for (int64_t g = item.first; g < item.last; g += kStrip) {
+      for (int64_t i = 0; i < n; ++i) out[i] = sums.row(pairs[i]) + g * kGroup;
+      rows.sum_many[bits](all.data() + r, {more.rows ? more.rows + r : nullptr, more.bits},
+                          std::min(kManyUnits, count - r), width, g, n, coefficients + r, count, out.data());
+    }
+}
+
+void dense_sum(const RowKernels& rows, const DenseItem& item, int bits, bool fine, const std::vector<Row>& all,
+               int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums) {
+  if (n >= kMany) return dense_sum_many(rows, item, bits, all, {}, width, pairs, n, coefficients, sums);
+  const int64_t count = int64_t(all.size());
   for (int64_t r0 = 0; r0 < count; r0 += kBlock) {
     const int64_t left = std::min<int64_t>(kBlock, count - r0);
     Row block[kBlock];

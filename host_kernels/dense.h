@@ -25,5 +25,8 @@ void dense_items(const Groups& groups, int64_t width, std::vector<DenseItem>* it
 // tokens of its expert; rows of few tokens are summed by add_block (fine: by add_block_fine).
 void dense_sum(const RowKernels& rows, const DenseItem& item, int bits, bool fine, const std::vector<Row>& all,
                int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums);
+// The same by sum_many, with more.rows added to the rows.
+void dense_sum_many(const RowKernels& rows, const DenseItem& item, int bits, const std::vector<Row>& all, const More& more,
+                    int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums);
 
 }  // namespace rapidmoe

@@ -145,6 +145,21 @@ void dot_many(const Row* rows, int64_t count, int64_t d, int64_t n, const Activa
   });
 }
 
+// w = the weights of rows[r] + more.rows[r] in the columns of groups first .. last - 1.
+template <class V, int bits>
+inline void strip_of(const Row& row, const More& more, int64_t r, int64_t d, int64_t first, int64_t last, float* w) {
+  float* const from = w - first * kGroup;
+  for_weights<V, bits>(row, 1.0f, d, first, last, [&](int64_t i, typename V::F value) { V::put(from + i, value); });
+  if (!more.rows) return;
+  const auto add = [&](int64_t i, typename V::F value) { V::put(from + i, V::add(V::load(from + i), value)); };
+  if (more.bits == 2)
+    for_weights<V, 2>(more.rows[r], 1.0f, d, first, last, add);
+  else if (more.bits == 3)
+    for_weights<V, 3>(more.rows[r], 1.0f, d, first, last, add);
+  else
+    for_weights<V, 4>(more.rows[r], 1.0f, d, first, last, add);
+}
+
 constexpr int64_t kSumRows = 32;  // rows that sum_many dequantises at a time
 
 template <class V, int N>
@@ -167,17 +182,15 @@ inline void sum_columns(const float* w, int64_t rows, const float* coefficients,
 }
 
 template <class V, int bits>
-void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-              int64_t stride, float* const* out) {
+void sum_many(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
+              const float* coefficients, int64_t stride, float* const* out) {
   alignas(64) float w[kSumRows * kStrip * kGroup];
   const int64_t groups = d / kGroup, last = first + kStrip < groups ? first + kStrip : groups;
   constexpr int N = V::kSumTokens;
   for (int64_t r0 = 0; r0 < count; r0 += kSumRows) {
     const int64_t left = count - r0 < kSumRows ? count - r0 : kSumRows;
     for (int64_t r = 0; r < left; ++r)
-      for_weights<V, bits>(rows[r0 + r], 1.0f, d, first, last, [&](int64_t i, typename V::F value) {
-        V::put(w + r * kStrip * kGroup + i - first * kGroup, value);
-      });
+      strip_of<V, bits>(rows[r0 + r], more, r0 + r, d, first, last, w + r * kStrip * kGroup);
     for (int64_t c = 0; c < (last - first) * kGroup; c += V::kSumVectors * V::W) {
       int64_t t = 0;
       for (; n - t >= N; t += N) sum_columns<V, N>(w, left, coefficients + t * stride + r0, stride, c, out + t);

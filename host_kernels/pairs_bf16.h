@@ -32,7 +32,7 @@ struct PairProduct {
   const uint16_t* factor(int64_t block, int64_t token) const { return &factors[(block * padded + token) * kSumRows]; }
 
   template <int bits>
-  void fill(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
+  void fill(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
             int64_t stride) {
     const int64_t last = std::min(first + kStrip, d / kGroup);
     blocks = (count + kSumRows - 1) / kSumRows, columns = (last - first) * kGroup, padded = whole_tiles(n);
@@ -41,9 +41,7 @@ struct PairProduct {
     alignas(64) float two[2][kColumns] = {};
     for (int64_t r = 0; r < blocks * kSumRows; ++r) {
       if (r < count) {
-        for_weights<Avx512, bits>(rows[r], 1.0f, d, first, last, [&](int64_t i, __m512 value) {
-          _mm512_store_ps(two[r % 2] + i - first * kGroup, value);
-        });
+        strip_of<Avx512, bits>(rows[r], more, r, d, first, last, two[r % 2]);
       } else {
         std::memset(two[r % 2], 0, sizeof two[0]);
       }

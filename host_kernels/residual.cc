@@ -244,20 +244,24 @@ void ResidualJob::add_dense(Pool& pool) {
     const int64_t count = before_[item.active + 1].units - first;
     const int32_t* pairs = pairs_of(item.active);
     pair_sums_.clear(pairs, n, item.first, item.last);
-    thread_local std::vector<Row> all;
-    all.resize(count);
-    for (const bool residual : {false, true}) {
-      for (int64_t j = 0; j < count; ++j) {
-        const uint8_t* data = record(units_[first + j]);
-        const int64_t ahead = j + kAhead < count ? record(units_[first + j + kAhead]) - data : 0;
-        if (residual)
-          all[j] = {data + at.r2, halves(data + at.r2_scale), nullptr, ahead, ahead};
-        else
-          all[j] = {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset), ahead, ahead};
-      }
-      dense_sum(*rows_, item, residual ? layer_.residual_bits : layer_.base_bits, !residual && replaces_, all,
-                layer_.width, pairs, n, (residual ? residual_ : base_) + matrix_[item.active], pair_sums_);
+    thread_local std::vector<Row> base, residual;
+    base.resize(count), residual.resize(count);
+    for (int64_t j = 0; j < count; ++j) {
+      const uint8_t* data = record(units_[first + j]);
+      const int64_t ahead = j + kAhead < count ? record(units_[first + j + kAhead]) - data : 0;
+      base[j] = {data + at.b2, halves(data + at.b2_scale), halves(data + at.b2_offset), ahead, ahead};
+      residual[j] = {data + at.r2, halves(data + at.r2_scale), nullptr, ahead, ahead};
     }
+    const int64_t* chosen = chosen_.data() + groups_.begin[item.active];
+    const bool whole = replaces_ && std::all_of(chosen, chosen + n, [&](int64_t c) { return c == layer_.units; });
+    const int64_t corner = matrix_[item.active];
+    if (whole && n >= kMany) {  // both have the same factors
+      dense_sum_many(*rows_, item, layer_.base_bits, base, {residual.data(), layer_.residual_bits}, layer_.width, pairs, n,
+                     base_ + corner, pair_sums_);
+      return;
+    }
+    dense_sum(*rows_, item, layer_.base_bits, replaces_, base, layer_.width, pairs, n, base_ + corner, pair_sums_);
+    dense_sum(*rows_, item, layer_.residual_bits, false, residual, layer_.width, pairs, n, residual_ + corner, pair_sums_);
   });
 }
 

@@ -33,6 +33,12 @@ constexpr int kBlock = 16;        // rows that add_block sums at once
 constexpr int64_t kStrip = 4;     // groups that sum_many sums at once
 constexpr int kFine = 127 * 128;  // largest coefficient of add_block_fine
 
+// Rows to be added to others before they are multiplied: the residual's to the base's.
+struct More {
+  const Row* rows = nullptr;  // nullptr: none
+  int bits = 0;
+};
+
 // Functions are indexed by bits (2, 3, 4); other entries are null. D is a multiple of 64.
 struct RowKernels {
   const char* name;
@@ -57,11 +63,11 @@ struct RowKernels {
   // the same integers as dot_i8.
   void (*dot_many[5])(const Row* rows, int64_t count, int64_t d, int64_t n, const Activation* const* x,
                       float* const* out);
-  // out[i] += sum over r of coefficients[i * stride + r] * rows[r], for the columns of kStrip groups from group `first`
+  // out[i] += sum over r of coefficients[i * stride + r] * (rows[r] + more.rows[r]), for the columns of kStrip groups from group `first`
   // on (or those left); out[i] points at the first of these columns. Many tokens; weights and coefficients are rounded
   // to bfloat16 where the processor multiplies that (relative error 2^-7 a product at most), else all is float32.
-  void (*sum_many[5])(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-                      int64_t stride, float* const* out);
+  void (*sum_many[5])(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
+                      const float* coefficients, int64_t stride, float* const* out);
   // h = silu(u) * v, n of each; h may be u or v.
   void (*silu_mul)(const float* u, const float* v, int64_t n, float* h);
 };

@@ -185,10 +185,10 @@ void dot_tiles(const Row* rows, int64_t count, int64_t d, int64_t n, const Activ
 }
 
 template <int bits>
-void sum_tiles(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-               int64_t stride, float* const* out) {
+void sum_tiles(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
+               const float* coefficients, int64_t stride, float* const* out) {
   thread_local PairProduct product;
-  product.fill<bits>(rows, count, d, first, n, coefficients, stride);
+  product.fill<bits>(rows, more, count, d, first, n, coefficients, stride);
   finish_writes();
   const Tiles tiles;
   alignas(64) float sums[4][kTile * kTile];

@@ -41,10 +41,10 @@ inline void multiply(const PairProduct& product, int64_t t, int64_t c, float* co
 }
 
 template <int bits>
-void sum_pairs(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-               int64_t stride, float* const* out) {
+void sum_pairs(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
+               const float* coefficients, int64_t stride, float* const* out) {
   thread_local PairProduct product;
-  product.fill<bits>(rows, count, d, first, n, coefficients, stride);
+  product.fill<bits>(rows, more, count, d, first, n, coefficients, stride);
   for (int64_t c = 0; c < product.columns; c += 4 * kTile) {
     int64_t t = 0;
     for (; n - t >= 6; t += 6) multiply<6>(product, t, c, out);

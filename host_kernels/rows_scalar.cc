@@ -120,14 +120,19 @@ void dot_many(const Row* rows, int64_t count, int64_t d, int64_t n, const Activa
 }
 
 template <int bits>
-void sum_many(const Row* rows, int64_t count, int64_t d, int64_t first, int64_t n, const float* coefficients,
-              int64_t stride, float* const* out) {
+float weight_at(const Row& row, int64_t d, int64_t i) {
+  return half_to_float(row.scale[i / kGroup]) * float(code_at<bits>(row.codes, d, i)) + offset_at<bits>(row, i / kGroup);
+}
+
+template <int bits>
+void sum_many(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
+              const float* coefficients, int64_t stride, float* const* out) {
   const int64_t last = std::min(d, (first + kStrip) * kGroup);
+  const auto weight_of_more = more.bits == 2 ? weight_at<2> : more.bits == 3 ? weight_at<3> : weight_at<4>;
   for (int64_t i = 0; i < n; ++i)
     for (int64_t r = 0; r < count; ++r)
       for (int64_t c = first * kGroup; c < last; ++c) {
-        const float w = half_to_float(rows[r].scale[c / kGroup]) * float(code_at<bits>(rows[r].codes, d, c)) +
-                        offset_at<bits>(rows[r], c / kGroup);
+        const float w = weight_at<bits>(rows[r], d, c) + (more.rows ? weight_of_more(more.rows[r], d, c) : 0.0f);
         out[i][c - first * kGroup] += coefficients[i * stride + r] * w;
       }
 }

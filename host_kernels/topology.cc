@@ -38,7 +38,7 @@ int available_cores() {
 void pin_worker(int index) {
   const char* asked = std::getenv("RAPIDMOE_PIN");
   const std::vector<int>& cpus = affinity_cpus();
-  if ((asked && *asked == '0') || cpus.size() < 2) return;
+  if ((asked && *asked == '0') || cpus.size() < 4) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpus[(size_t(index) + 1) % cpus.size()], &set);

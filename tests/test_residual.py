@@ -86,21 +86,22 @@ def test_full_mask_gives_the_whole_split_expert(tmp_path):
         assert np.linalg.norm(y[t] - wanted) > 0.05 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("whole_slots", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 10, 33])
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_pair_with_every_unit_critical_may_replace_the_base(tokens, exact, isa, tmp_path):
+def test_a_pair_with_every_unit_critical_may_replace_the_base(tokens, exact, whole_slots, isa, tmp_path):
     case = TEST_CASES[1]
     experts, _ = random_experts(case, SplitConfig(), tmp_path, exact=exact)
     request = make_request(case, experts, tokens, share=0.5)
-    request = request._replace(critical_mask=request.critical_mask.at[:, 0].set(True))
+    request = request._replace(critical_mask=request.critical_mask.at[:, :whole_slots].set(True))
     y = ops.base_down(request.h0, request.expert_ids, request.expert_weights, jnp.int32(0), experts)
     wanted = correct(request, experts, y)
-    rest = request.expert_ids.at[:, 0].set(-1)
+    rest = request.expert_ids.at[:, :whole_slots].set(-1)
     y = ops.base_down(request.h0, rest, request.expert_weights, jnp.int32(0), experts)
     got = residual.done(residual.start(request, experts, replaces=True), y, experts)
+    assert np.abs(got - wanted).max() < (1e-6 if exact else 0.02) * np.abs(wanted).max()
     with pytest.raises(ValueError, match="only the host executor gives whole experts"):
         residual.start(request, dataclasses.replace(experts, executor="reference"), replaces=True)
-    assert np.abs(got - wanted).max() < (1e-6 if exact else 0.02) * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("executor", ["host", "callback", "reference"])

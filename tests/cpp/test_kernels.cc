@@ -93,10 +93,11 @@ void test_rows(const RowKernels& rows) {
           const std::vector<float> factors = normal(n * count);
           for (int64_t first = 0; first < d / 64; first += kStrip) {
             const int64_t columns = std::min(d - first * 64, kStrip * 64);
+            const More more = {first ? many.data() : nullptr, bits};
             std::vector<float> sums(n * columns, 1.0f), right(n * columns, 1.0f);
             for (int i = 0; i < n; ++i) to[i] = &sums[i * columns], wanted[i] = &right[i * columns];
-            rows.sum_many[bits](many.data(), count, d, first, n, factors.data(), count, to.data());
-            scalar.sum_many[bits](many.data(), count, d, first, n, factors.data(), count, wanted.data());
+            rows.sum_many[bits](many.data(), more, count, d, first, n, factors.data(), count, to.data());
+            scalar.sum_many[bits](many.data(), more, count, d, first, n, factors.data(), count, wanted.data());
             require(near(sums, right, 2e-2f), "sum_many");
           }
         }
