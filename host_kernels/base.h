@@ -26,7 +26,7 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
                   float* v0, float* h0);
 
 // y[t] = sum over slots of weight * B2 h0, [T, D]. step.x is not read.
-// exact: float32 sums; otherwise RowKernels::add_block_fine.
+// exact: float32 sums; otherwise RowKernels::add_block_fine, and sum_many for experts with many tokens.
 void base_down(const RowKernels& rows, Pool& pool, const BaseLayer& layer, const Step& step, bool exact,
                const float* weights, const float* h0, float* y);
 

@@ -57,7 +57,8 @@ def base_down(
 ) -> Float[Array, "T D"]:
     """Compute y_base = sum over a token's slots of weight * B2 h0.
 
-    experts.exact: float32 sums; else 15-bit integer coefficients.
+    experts.exact: float32 sums; else 15-bit integer coefficients, or bfloat16 for many tokens an expert where the
+    processor multiplies that.
     """
     out = jax.ShapeDtypeStruct((h0.shape[0], experts.scale.shape[-1] * GROUP_SIZE), jnp.float32)
     call = jax.ffi.ffi_call("rapidmoe_base_down", out, vmap_method="sequential")

@@ -23,7 +23,7 @@ struct ResidualRequest {
   const float* h0;
   const bool* mask;  // [T, k, F] critical_mask, true = corrected
   RecordLayer layer;
-  bool exact;     // float32 throughout; otherwise int8 activations and RowKernels::add_block
+  bool exact;     // float32 throughout; otherwise int8 activations, add_block and sum_many of RowKernels
   bool replaces;  // the base leaves out pairs of which every unit is chosen: their delta is weight * h_j W2_j
 };
 
