@@ -15,6 +15,7 @@ from rapidmoe_jax.checkpoint import Checkpoint
 from rapidmoe_jax.config import ModelConfig
 from rapidmoe_jax.experts import EXECUTORS, Calibration, FloatExperts, SplitExperts
 from rapidmoe_jax.host_kernels import _host
+from rapidmoe_jax.memory import empty, to_device
 from rapidmoe_jax.models import family, read_config
 from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, fill_state, layer_runs
 from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
@@ -30,18 +31,13 @@ def load_params(
     for moe, first, count in layer_runs(cfg):
         _, state = abstract_layer(cfg, moe=moe)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        stacked = {path: np.empty((count, *leaf.shape), np.dtype(dtype)) for path, leaf in flat.items()}
+        stacked = {path: empty((count, *leaf.shape), np.dtype(dtype)) for path, leaf in flat.items()}
         for i in range(count):
             layer = read_layer(first + i)
             for path, into in stacked.items():
                 into[i] = layer[path]
-        runs.append(fill_state(state, {path: _to_device(value) for path, value in stacked.items()}))
+        runs.append(fill_state(state, {path: to_device(value) for path, value in stacked.items()}))
     return DecoderParams(embed=shared["embed"], norm=shared["norm"], head=shared.get("head"), runs=runs)
-
-
-def _to_device(value: np.ndarray) -> jax.Array:
-    """Move to the default device; on the CPU an aligned array is taken as it is, without a copy."""
-    return jax.device_put(value, may_alias=True)
 
 
 def load_float(folder: Path, dtype: Any) -> tuple[ModelConfig, DecoderParams, FloatExperts]:
@@ -56,11 +52,11 @@ def load_float(folder: Path, dtype: Any) -> tuple[ModelConfig, DecoderParams, Fl
         lambda layer: read_dense(checkpoint, fam.layer_tensors(cfg, layer), keep_float=True),
         dtype,
     )
-    weights = np.empty((cfg.num_moe_layers, cfg.num_experts, 3, cfg.expert_size, cfg.width), np.float32)
+    weights = empty((cfg.num_moe_layers, cfg.num_experts, 3, cfg.expert_size, cfg.width), np.float32)
     for i, layer in enumerate(_moe_layers(cfg)):
         for expert, names in enumerate(expert_names(fam, cfg, layer)):
             weights[i, expert] = read_expert(checkpoint, names)
-    return cfg, params, FloatExperts(_to_device(weights))
+    return cfg, params, FloatExperts(to_device(weights))
 
 
 def _moe_layers(cfg: ModelConfig) -> list[int]:
@@ -83,14 +79,14 @@ def load_split(
     for i, layer in enumerate(_moe_layers(cfg)):
         for name, value in checkpoint.restore_base(layer).items():
             if name not in base:
-                base[name] = np.empty((cfg.num_moe_layers, *value.shape), value.dtype)
+                base[name] = empty((cfg.num_moe_layers, *value.shape), value.dtype)
             base[name][i] = value
     base["norms"] = base["norms"].view(np.uint16)
     split = checkpoint.split
     record_bytes = _host.record_layout(split.base_bits, split.residual_bits, cfg.width)["bytes"]
     known = checkpoint.calibration
     experts = SplitExperts(
-        **{name: _to_device(value) for name, value in base.items()},
+        **{name: to_device(value) for name, value in base.items()},
         calibration=Calibration.of(known) if known else Calibration.none(cfg.num_moe_layers),
         records=_read_records(checkpoint, cfg, record_bytes) if executor == "reference" else None,
         base_bits=split.base_bits,

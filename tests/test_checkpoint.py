@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import rapidmoe_jax
 from rapidmoe_jax.checkpoint import Checkpoint, _dequantize_fp8
 from rapidmoe_jax.loading import load_float
+from rapidmoe_jax.memory import empty
 from rapidmoe_jax.models import qwen_moe, read_config
 from rapidmoe_jax.source import check_tensors
 
@@ -179,3 +181,14 @@ def test_no_folder_no_config_no_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="weights are missing"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 700, 65)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
+def test_large_arrays_reach_a_cpu_device_without_a_copy(shape, dtype):
+    value = empty(shape, dtype)
+    value[...] = 1
+    assert value.shape == shape and value.flags.c_contiguous
+    on_device = jax.device_put(value, jax.devices("cpu")[0], may_alias=True)
+    assert on_device.unsafe_buffer_pointer() == value.ctypes.data
+    assert (np.asarray(on_device) == 1).all()

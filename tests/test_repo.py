@@ -17,6 +17,7 @@ MAX_LINES = 300
 LEVELS = [
     {"rapidmoe_jax.config"},
     {"rapidmoe_jax.quant", "rapidmoe_jax.host_kernels", "rapidmoe_jax.checkpoint", "rapidmoe_jax.cache",
+     "rapidmoe_jax.memory",
      "rapidmoe_jax.experts"},
     {"rapidmoe_jax.host_kernels.ops", "rapidmoe_jax.machine", "rapidmoe_jax.pallas.reference", "rapidmoe_jax.policy",
      "rapidmoe_jax.store", "rapidmoe_jax.models.qwen_moe", "rapidmoe_jax.text", "rapidmoe_jax.source",

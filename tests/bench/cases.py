@@ -11,6 +11,7 @@ from rapidmoe_jax.config import ModelConfig, SplitConfig
 from rapidmoe_jax.expert_split import SplitExpert, split_expert
 from rapidmoe_jax.experts import Calibration, SplitExperts
 from rapidmoe_jax.host_kernels import _host
+from rapidmoe_jax.memory import empty, to_device
 from rapidmoe_jax.policy import LayerStep
 from rapidmoe_jax.quant import dequantize, quantize_nested, quantize_residual
 from rapidmoe_jax.store import residual_header
@@ -96,11 +97,15 @@ def random_experts(
             for one in chosen:
                 file.write(one.records.tobytes())
         records.append(np.stack([one.records for one in chosen]))
-    arrays = {name: np.stack([np.stack(e) for e in value]) for name, value in base.items()}
+    arrays = {}
+    for name, value in base.items():
+        arrays[name] = empty((layers, case.experts, *value[0][0].shape), value[0][0].dtype)
+        for layer, one in enumerate(value):
+            np.stack(one, out=arrays[name][layer])
     arrays["norms"] = arrays["norms"].view(np.uint16)
     store = _host.open_store(paths, case.experts, case.units, case.width, spec.base_bits, spec.residual_bits)
     experts = SplitExperts(
-        **{name: jnp.asarray(value) for name, value in arrays.items()},
+        **{name: to_device(value) for name, value in arrays.items()},
         calibration=Calibration.none(layers),
         records=jnp.asarray(np.stack(records)) if distinct is None else None,
         base_bits=spec.base_bits,
