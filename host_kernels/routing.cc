@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "topology.h"
+
 namespace rapidmoe {
 
 void Groups::fill(const Step& step, int64_t num_experts) {
@@ -66,7 +68,8 @@ void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, boo
 
 int64_t PartialSums::parts_for(int64_t units, int64_t tokens, int64_t width) {
   const int64_t by_work = units / 16, by_memory = (int64_t(64) << 20) / std::max<int64_t>(1, tokens * width * 4);
-  return std::max<int64_t>(1, std::min<int64_t>({64, by_work, by_memory}));
+  const int64_t by_machine = std::clamp<int64_t>(8 * online_cpus(), 16, 64);  // not by threads: sums must not change
+  return std::max<int64_t>(1, std::min({by_machine, by_work, by_memory}));
 }
 
 void PartialSums::start(int64_t parts, int64_t tokens, int64_t width) {

@@ -58,7 +58,8 @@ class Activations {
 // thread ran which part.
 class PartialSums {
  public:
-  // Parts for `units` rows of work on [tokens, width]: a function of the shapes alone.
+  // Parts for `units` rows of work on [tokens, width]: a function of the shapes and the machine alone. Every part is read
+  // by another processor than wrote it, so a machine of few processors has few.
   static int64_t parts_for(int64_t units, int64_t tokens, int64_t width);
   void start(int64_t parts, int64_t tokens, int64_t width);
   int64_t parts() const { return parts_; }

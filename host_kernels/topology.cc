@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -20,6 +21,11 @@ const std::vector<int>& affinity_cpus() {
     if (found.empty()) found.push_back(0);
     return found;
   }();
+  return cpus;
+}
+
+int online_cpus() {
+  static const int cpus = int(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
   return cpus;
 }
 

@@ -8,6 +8,9 @@ namespace rapidmoe {
 // Processors of this process's affinity mask, ascending; as it stood when first asked.
 const std::vector<int>& affinity_cpus();
 
+// Processors of the machine, whatever this process may use of it.
+int online_cpus();
+
 // CPUs' worth of time that the cgroup whose files lie in `folder` allows (cgroup v2 cpu.max), rounded up; 0 = no limit.
 int cgroup_cpus(const std::string& folder);
 
