@@ -33,7 +33,7 @@ void down_dense(const RowKernels& rows, Pool& pool, const BaseLayer& layer, cons
                 const float* weights, const float* h0, float* y) {
   thread_local PairSums pair_sums;
   thread_local std::vector<DenseItem> items;
-  dense_items(groups, layer.width, &items);
+  dense_items(groups, layer.width, rows.many, &items);
   pair_sums.start(step.pairs(), layer.width);
   PairSums& sums = pair_sums;  // workers must see the caller's, not their own thread's
   const std::vector<DenseItem>& work = items;
@@ -61,14 +61,14 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
   thread_local Groups groups;
   thread_local Activations activations;
   groups.fill(step, layer.experts);
-  activations.fill(rows, pool, step, exact);
+  const bool dense = !exact && is_dense(groups);
+  activations.fill(rows, pool, step, exact, dense);
   const Groups& grouped = groups;  // workers must see the caller's copy, not their own thread's
   const Activations& acts = activations;
   const int64_t units = layer.units, flat = int64_t(grouped.experts.size()) * units;
   for (int64_t p = 0; p < step.pairs(); ++p)
     if (step.experts[p] < 0)
       for (float* out : {u0, v0, h0}) std::memset(out + p * units, 0, units * sizeof(float));
-  const bool dense = !exact && is_dense(grouped);
   const int64_t parts = dense ? (flat + kManyUnits - 1) / kManyUnits : std::min<int64_t>(256, (flat + 7) / 8);
   pool.run(parts, [&](int64_t part) {
     thread_local std::vector<const Activation*> x;
@@ -88,9 +88,17 @@ void base_gate_up(const RowKernels& rows, Pool& pool, const BaseLayer& layer, co
         x[i] = acts[p / step.slots];
         u[i] = u0 + p * units + j0, v[i] = v0 + p * units + j0;
       }
-      if (dense && n >= kMany) {
-        rows.dot_many[layer.bits](gate.data(), count, layer.width, n, x.data(), u.data());
-        rows.dot_many[layer.bits](up.data(), count, layer.width, n, x.data(), v.data());
+      if (dense && n >= rows.many) {
+        thread_local std::vector<float> both;
+        thread_local std::vector<float*> out;
+        both.resize(n * 2 * count), out.resize(n);
+        for (int64_t i = 0; i < n; ++i) out[i] = &both[i * 2 * count];
+        gate.insert(gate.end(), up.begin(), up.end());
+        rows.dot_many[layer.bits](gate.data(), 2 * count, layer.width, n, x.data(), out.data());
+        for (int64_t i = 0; i < n; ++i) {
+          std::copy_n(out[i], count, u[i]);
+          std::copy_n(out[i] + count, count, v[i]);
+        }
       } else {
         dot_rows(rows, layer, exact, gate, up, x, u, v);
       }

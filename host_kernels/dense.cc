@@ -4,11 +4,11 @@ namespace rapidmoe {
 
 bool is_dense(const Groups& groups) { return groups.pairs.size() >= 4 * groups.experts.size(); }
 
-void dense_items(const Groups& groups, int64_t width, std::vector<DenseItem>* items) {
+void dense_items(const Groups& groups, int64_t width, int64_t many, std::vector<DenseItem>* items) {
   items->clear();
   const int64_t all = width / kGroup;
   for (size_t a = 0; a < groups.experts.size(); ++a) {
-    const int64_t step = groups.begin[a + 1] - groups.begin[a] < kMany ? all : kItemGroups;
+    const int64_t step = groups.begin[a + 1] - groups.begin[a] < many ? all : kItemGroups;
     for (int64_t g = 0; g < all; g += step) items->push_back({int64_t(a), g, std::min(all, g + step)});
   }
 }
@@ -28,7 +28,7 @@ void dense_sum_many(const RowKernels& rows, const DenseItem& item, int bits, con
 
 void dense_sum(const RowKernels& rows, const DenseItem& item, int bits, bool fine, const std::vector<Row>& all,
                int64_t width, const int32_t* pairs, int64_t n, const float* coefficients, PairSums& sums) {
-  if (n >= kMany) return dense_sum_many(rows, item, bits, all, {}, width, pairs, n, coefficients, sums);
+  if (n >= rows.many) return dense_sum_many(rows, item, bits, all, {}, width, pairs, n, coefficients, sums);
   const int64_t count = int64_t(all.size());
   for (int64_t r0 = 0; r0 < count; r0 += kBlock) {
     const int64_t left = std::min<int64_t>(kBlock, count - r0);

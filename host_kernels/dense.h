@@ -7,7 +7,6 @@
 
 namespace rapidmoe {
 
-constexpr int64_t kMany = 16;        // tokens of an expert from which unpacking its rows first pays
 constexpr int64_t kManyUnits = 128;  // units that one part works on, and rows summed before the next columns
 constexpr int64_t kItemGroups = 16;  // groups of columns of an item
 
@@ -18,8 +17,8 @@ bool is_dense(const Groups& groups);
 struct DenseItem {
   int64_t active, first, last;
 };
-// Experts with kMany tokens and more are cut into items of kItemGroups groups, others are one item.
-void dense_items(const Groups& groups, int64_t width, std::vector<DenseItem>* items);
+// Experts with `many` tokens (RowKernels::many) and more are cut into items of kItemGroups groups, others are one item.
+void dense_items(const Groups& groups, int64_t width, int64_t many, std::vector<DenseItem>* items);
 
 // sums[pair of token i] += sum over r of coefficients[i * count + r] * rows[r], on the columns of an item, for the n
 // tokens of its expert; rows of few tokens are summed by add_block (fine: by add_block_fine).

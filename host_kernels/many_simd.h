@@ -160,7 +160,7 @@ inline void strip_of(const Row& row, const More& more, int64_t r, int64_t d, int
     for_weights<V, 4>(more.rows[r], 1.0f, d, first, last, add);
 }
 
-constexpr int64_t kSumRows = 32;  // rows that sum_many dequantises at a time
+constexpr int64_t kStripRows = 32;  // rows that sum_many dequantises at a time
 
 template <class V, int N>
 inline void sum_columns(const float* w, int64_t rows, const float* coefficients, int64_t stride, int64_t c,
@@ -184,11 +184,11 @@ inline void sum_columns(const float* w, int64_t rows, const float* coefficients,
 template <class V, int bits>
 void sum_many(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
               const float* coefficients, int64_t stride, float* const* out) {
-  alignas(64) float w[kSumRows * kStrip * kGroup];
+  alignas(64) float w[kStripRows * kStrip * kGroup];
   const int64_t groups = d / kGroup, last = first + kStrip < groups ? first + kStrip : groups;
   constexpr int N = V::kSumTokens;
-  for (int64_t r0 = 0; r0 < count; r0 += kSumRows) {
-    const int64_t left = count - r0 < kSumRows ? count - r0 : kSumRows;
+  for (int64_t r0 = 0; r0 < count; r0 += kStripRows) {
+    const int64_t left = count - r0 < kStripRows ? count - r0 : kStripRows;
     for (int64_t r = 0; r < left; ++r)
       strip_of<V, bits>(rows[r0 + r], more, r0 + r, d, first, last, w + r * kStrip * kGroup);
     for (int64_t c = 0; c < (last - first) * kGroup; c += V::kSumVectors * V::W) {

@@ -99,7 +99,7 @@ void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest
   float* values = values_.at_least(total_.choices * 3);
   u_ = values, v_ = u_ + total_.choices, h0_ = v_ + total_.choices;
   each(true);
-  activations_.fill(rows, pool, step, exact_);
+  activations_.fill(rows, pool, step, exact_, dense_);
   if (dense_) {
     pair_sums_.start(step.pairs(), layer_.width);
     matrix_.resize(experts);
@@ -153,17 +153,18 @@ void ResidualJob::factors(int64_t first, int64_t last, int64_t part_last, bool c
     gate[i - first] = {data + at.r1, halves(data + at.r1_scale), nullptr, next, next};
     up[i - first] = {data + at.r3, halves(data + at.r3_scale), nullptr, next, next};
   }
-  if (dense_ && n >= kMany && choices * 3 > n * count) {  // most pairs chose most units: all of them for all
-    thread_local std::vector<float> all;
+  if (dense_ && n >= rows_->many && choices * 3 > n * count) {  // most pairs chose most units: all of them for all
+    thread_local std::vector<float> both;
     thread_local std::vector<float*> out;
-    all.resize(n * count), out.resize(n);
-    for (int64_t i = 0; i < n; ++i) x[i] = activations_[pairs[i] / slots_], out[i] = &all[i * count];
-    for (const bool second : {false, true}) {
-      rows_->dot_many[bits](second ? up.data() : gate.data(), count, layer_.width, n, x.data(), out.data());
-      for (int64_t i = first; i < last; ++i)
-        for (int64_t c = units_[i].begin; c < units_[i].end; ++c)
-          (second ? dv : du)[c - begin] = all[position_[c] * count + i - first];
-    }
+    both.resize(n * 2 * count), out.resize(n);
+    for (int64_t i = 0; i < n; ++i) x[i] = activations_[pairs[i] / slots_], out[i] = &both[i * 2 * count];
+    gate.insert(gate.end(), up.begin(), up.end());
+    rows_->dot_many[bits](gate.data(), 2 * count, layer_.width, n, x.data(), out.data());
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t c = units_[i].begin; c < units_[i].end; ++c) {
+        const float* dots = out[position_[c]] + i - first;
+        du[c - begin] = dots[0], dv[c - begin] = dots[count];
+      }
   } else {
     for (int64_t i = first; i < last; ++i) {
       const Unit& unit = units_[i];
@@ -237,7 +238,7 @@ void ResidualJob::add(int64_t first, int64_t last, int64_t part_last, float* acc
 void ResidualJob::add_dense(Pool& pool) {
   const RecordLayout at(layer_.base_bits, layer_.residual_bits, layer_.width);
   std::vector<DenseItem> items;
-  dense_items(groups_, layer_.width, &items);
+  dense_items(groups_, layer_.width, rows_->many, &items);
   pool.run(int64_t(items.size()), [&](int64_t i) {
     const DenseItem& item = items[i];
     const int64_t n = tokens_of(item.active), first = before_[item.active].units;
@@ -255,7 +256,7 @@ void ResidualJob::add_dense(Pool& pool) {
     const int64_t* chosen = chosen_.data() + groups_.begin[item.active];
     const bool whole = replaces_ && std::all_of(chosen, chosen + n, [&](int64_t c) { return c == layer_.units; });
     const int64_t corner = matrix_[item.active];
-    if (whole && n >= kMany) {  // both have the same factors
+    if (whole && n >= rows_->many) {  // both have the same factors
       dense_sum_many(*rows_, item, layer_.base_bits, base, {residual.data(), layer_.residual_bits}, layer_.width, pairs, n,
                      base_ + corner, pair_sums_);
       return;

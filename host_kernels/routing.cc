@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -34,34 +33,28 @@ void Groups::fill(const Step& step, int64_t num_experts) {
     if (step.experts[p] >= 0) pairs[count_[step.experts[p]]++] = int32_t(p);
 }
 
-float* Buffer::at_least(int64_t floats) {
-  if (floats > size_) {
-    data_.reset();
-    data_.reset(static_cast<float*>(operator new[](floats * sizeof(float), std::align_val_t(64))));
-    size_ = floats;
-  }
-  return data_.get();
-}
-
-void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact) {
+void Activations::fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact, bool dense) {
   const int64_t padded = padded_width(step.width), groups = padded / kGroup, total = step.tokens * step.width;
   tokens_.resize(step.tokens);
   if (exact) {
     float* x = x_.at_least(total);
     std::copy_n(step.x, total, x);
     for (int64_t t = 0; t < step.tokens; ++t)
-      tokens_[t] = {x + t * step.width, nullptr, nullptr, nullptr, nullptr, nullptr};
+      tokens_[t] = {x + t * step.width, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     return;
   }
   int8_t* codes = reinterpret_cast<int8_t*>(q_.at_least(step.tokens * padded * 3 / 4));
   float* scales = scales_.at_least(step.tokens * groups * 2);
+  uint16_t* halves = dense && rows.round ? reinterpret_cast<uint16_t*>(halves_.at_least(total / 2)) : nullptr;
   const int64_t chunk = 8;
   pool.run((step.tokens + chunk - 1) / chunk, [&](int64_t part) {
     for (int64_t t = part * chunk; t < std::min(step.tokens, (part + 1) * chunk); ++t) {
       int8_t *q = codes + t * padded * 3, *q2 = q + padded, *q4 = q2 + padded;
       float *scale = scales + t * groups * 2, *sum = scale + groups;
       rows.quantize(step.x + t * step.width, step.width, q, q2, q4, scale, sum);
-      tokens_[t] = {nullptr, q, q2, q4, scale, sum};
+      uint16_t* half = halves ? halves + t * step.width : nullptr;
+      if (half) rows.round(step.x + t * step.width, step.width, half);
+      tokens_[t] = {nullptr, q, q2, q4, scale, sum, half};
     }
   });
 }

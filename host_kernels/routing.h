@@ -1,9 +1,9 @@
 // What the base and the residual kernels share: pairs grouped by expert, activations in int8, partial sums.
 #pragma once
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "buffer.h"
 #include "layout.h"
 #include "pool.h"
 #include "rows.h"
@@ -30,27 +30,15 @@ struct Groups {
   std::vector<int64_t> count_;
 };
 
-// A grow-only float buffer on a cache line.
-class Buffer {
- public:
-  float* at_least(int64_t floats);
-
- private:
-  struct Free {
-    void operator()(float* p) const { operator delete[](p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<float[], Free> data_;
-  int64_t size_ = 0;
-};
-
-// A copy of the step's tokens: float32 if exact, else int8. The other form is null.
+// A copy of the step's tokens: float32 if exact, else int8, and bfloat16 for a dense step where dot_many wants it. Other
+// forms are null.
 class Activations {
  public:
-  void fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact);
+  void fill(const RowKernels& rows, Pool& pool, const Step& step, bool exact, bool dense);
   const Activation* operator[](int64_t token) const { return &tokens_[token]; }
 
  private:
-  Buffer q_, x_, scales_;
+  Buffer q_, x_, scales_, halves_;
   std::vector<Activation> tokens_;
 };
 

@@ -25,6 +25,7 @@ struct Activation {
   const int8_t* q4;    // order of rows of 4 bits
   const float* scale;  // [padded_width / 64]; NaN where the group held NaN or Inf
   const float* sum;    // [padded_width / 64], scale[g] * sum of q over the group
+  const uint16_t* half;  // [D] bfloat16, where RowKernels::round is not null
 };
 
 constexpr int64_t padded_width(int64_t d) { return (d + 1023) / 1024 * 1024; }
@@ -59,8 +60,9 @@ struct RowKernels {
   void (*add_block[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
   // The same with the products rounded to 128 * int8 + int8: 128 times finer.
   void (*add_block_fine[5])(const Row* rows, const float* coefficients, int64_t d, float* acc);
-  // out[i][r] = rows[r] . x_i for many tokens: `count` rows at a time unpacked once for all of them. From the int8 form,
-  // the same integers as dot_i8.
+  // out[i][r] = rows[r] . x_i for many tokens: `count` rows at a time unpacked once for all of them. Where round is null,
+  // from the int8 form, the same integers as dot_i8; else from bfloat16, weights rounded to it too (relative error 2^-7 a
+  // product at most), sums float32.
   void (*dot_many[5])(const Row* rows, int64_t count, int64_t d, int64_t n, const Activation* const* x,
                       float* const* out);
   // out[i] += sum over r of coefficients[i * stride + r] * (rows[r] + more.rows[r]), for the columns of kStrip groups from group `first`
@@ -70,6 +72,9 @@ struct RowKernels {
                       const float* coefficients, int64_t stride, float* const* out);
   // h = silu(u) * v, n of each; h may be u or v.
   void (*silu_mul)(const float* u, const float* v, int64_t n, float* h);
+  int64_t many = 16;  // tokens from which dot_many and sum_many are faster than one token at a time
+  // half = x in bfloat16 for dot_many, D of them; null: dot_many reads the int8 form.
+  void (*round)(const float* x, int64_t d, uint16_t* half) = nullptr;
 };
 
 // The scalar table: the definition of all others.
@@ -77,8 +82,8 @@ const RowKernels& rows_scalar();
 // nullptr where not compiled in or not supported by this processor.
 const RowKernels* rows_avx2();
 const RowKernels* rows_avx512();
-const RowKernels* rows_avx512_bf16();  // avx512 with sum_many in bfloat16
-const RowKernels* rows_amx();          // avx512_bf16 with AMX tiles for many tokens
+const RowKernels* rows_avx512_bf16();  // avx512 with sum_many in bfloat16; needs VBMI
+const RowKernels* rows_amx();          // avx512_bf16 with AMX tiles in bfloat16 for many tokens
 
 // The table named "scalar", "avx2", "avx512", "avx512_bf16" or "amx", or this machine's best for "auto".
 // nullptr if the named one is not available here.

@@ -5,13 +5,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <vector>
+#include <type_traits>
 
+#include "buffer.h"
 #include "rows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,avx2,fma,f16c")
 #include "pairs_bf16.h"
 
 namespace rapidmoe {
@@ -44,7 +45,12 @@ template <int bits>
 void sum_pairs(const Row* rows, const More& more, int64_t count, int64_t d, int64_t first, int64_t n,
                const float* coefficients, int64_t stride, float* const* out) {
   thread_local PairProduct product;
-  product.fill<bits>(rows, more, count, d, first, n, coefficients, stride);
+  const int64_t last = std::min(first + kStrip, d / kGroup);
+  product.start(count, n, 1);
+  product.fill_weights<bits, false>(rows, count, d, first, last, 0);
+  if (more.rows)
+    with_bits(more.bits, [&](auto b) { product.fill_weights<b(), true>(more.rows, count, d, first, last, 0); });
+  product.fill_factors(count, n, coefficients, stride);
   for (int64_t c = 0; c < product.columns; c += 4 * kTile) {
     int64_t t = 0;
     for (; n - t >= 6; t += 6) multiply<6>(product, t, c, out);
@@ -57,7 +63,7 @@ void sum_pairs(const Row* rows, const More& more, int64_t count, int64_t d, int6
 
 const RowKernels* rows_avx512_bf16() {
   static const RowKernels* const table = []() -> const RowKernels* {
-    if (!rows_avx512() || !__builtin_cpu_supports("avx512bf16")) return nullptr;
+    if (!rows_avx512() || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return nullptr;
     static RowKernels bf16 = *rows_avx512();
     bf16.name = "avx512_bf16";
     bf16.sum_many[2] = sum_pairs<2>, bf16.sum_many[3] = sum_pairs<3>, bf16.sum_many[4] = sum_pairs<4>;

@@ -43,7 +43,7 @@ def weights_of(experts, matrix: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zero groups", "denormals", "huge", "one value"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_dot_products_stay_within_the_rounding_of_x(tokens, kind, saturated, bits, isa, tmp_path):
-    """A product differs by at most half a step of x, 1/254 of its group's largest value, times |w|."""
+    """A product is off by at most half a step of x, 1/254 of its group's largest value, times |w|; bfloat16: 2^-7."""
     experts, _ = random_experts(CASE, SplitConfig(base_bits=bits), tmp_path, exact=False)
     if saturated:
         experts = dataclasses.replace(experts, codes=jnp.full_like(experts.codes, 255))
@@ -57,6 +57,8 @@ def test_dot_products_stay_within_the_rounding_of_x(tokens, kind, saturated, bit
         wanted = np.einsum("tkfd,td->tkf", w, x.astype(np.float64))
         # below 1e-37 a step has no inverse in float32: the whole group counts as zero
         error = np.where(step < 1e-37, 127 * step, step / 2)
+        if isa == "amx" and tokens == 40:
+            error = (2.0**-7 + 2.0**-16) * np.abs(x).astype(np.float64)
         bound = np.einsum("tkfd,td->tkf", np.abs(w), error + FLOAT * np.abs(x)) + 1e-30
         assert (np.abs(np.asarray(got[matrix]) - wanted) <= bound).all()
 
