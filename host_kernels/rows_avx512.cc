@@ -17,8 +17,7 @@ namespace rapidmoe {
 const RowKernels* rows_avx512() {
   static const bool have = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma") &&
-                           __builtin_cpu_supports("f16c");
+                           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
   return have ? simd_table<Avx512>("avx512") : nullptr;
 }
 
