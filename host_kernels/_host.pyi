@@ -22,6 +22,7 @@ def residual_delta(
     store: int,
     layer: int,
     exact: bool,
+    limit: float,
     x: np.ndarray,
     experts: np.ndarray,
     weights: np.ndarray,

@@ -20,7 +20,7 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
 // The callback executor: start and done at once, on numpy arrays. Returns (delta [T, D], records, unit_tokens).
-py::tuple residual_delta(int64_t store, int64_t layer, bool exact, Array<float> x, Array<int32_t> experts,
+py::tuple residual_delta(int64_t store, int64_t layer, bool exact, float limit, Array<float> x, Array<int32_t> experts,
                          Array<float> weights, Array<float> u0, Array<float> v0, Array<float> h0, Array<bool> mask) {
   const RecordLayer records = store_find(store)->layer(layer);
   if (x.ndim() != 2 || mask.ndim() != 3 || x.shape(1) != records.width || mask.shape(2) != records.units ||
@@ -32,7 +32,7 @@ py::tuple residual_delta(int64_t store, int64_t layer, bool exact, Array<float> 
   Array<float> out({x.shape(0), x.shape(1)});
   std::fill_n(out.mutable_data(), out.size(), 0.0f);
   ResidualRequest request = {{x.shape(0), mask.shape(1), x.shape(1), x.data(), experts.data()},
-                             weights.data(), u0.data(), v0.data(), h0.data(), mask.data(), records, exact, false};
+                             weights.data(), u0.data(), v0.data(), h0.data(), mask.data(), records, exact, false, limit};
   ResidualStats stats;
   float* delta = out.mutable_data();
   {

@@ -96,7 +96,7 @@ ffi::Error Down(int64_t bits, bool exact, F32 h0, S32 experts, F32 weights, S32 
   });
 }
 
-ffi::Error Start(int64_t store, bool exact, bool replaces, F32 x, S32 experts, F32 weights, F32 u0, F32 v0, F32 h0, Pred mask,
+ffi::Error Start(int64_t store, bool exact, bool replaces, float limit, F32 x, S32 experts, F32 weights, F32 u0, F32 v0, F32 h0, Pred mask,
                  S32 layer, ffi::Result<ffi::Buffer<ffi::U32>> ticket) {
   const char* op = "rapidmoe_residual_start";
   const auto xd = x.dimensions(), md = mask.dimensions();
@@ -115,7 +115,7 @@ ffi::Error Start(int64_t store, bool exact, bool replaces, F32 x, S32 experts, F
                                   std::to_string(records.units));
     const ResidualRequest request = {{xd[0], md[1], xd[1], x.typed_data(), experts.typed_data()},
                                      weights.typed_data(), u0.typed_data(), v0.typed_data(), h0.typed_data(),
-                                     mask.typed_data(), {}, exact, replaces};
+                                     mask.typed_data(), {}, exact, replaces, limit};
     ticket->typed_data()[0] =
         Jobs::instance().start(active_rows(), Pool::instance(), store, layer.typed_data()[0], request);
   });
@@ -162,6 +162,7 @@ XLA_FFI_DEFINE_HANDLER(kStart, Start,
                            .Attr<int64_t>("store")
                            .Attr<bool>("exact")
                            .Attr<bool>("replaces")
+                           .Attr<float>("limit")
                            .Arg<F32>()   // x [T, D]
                            .Arg<S32>()   // expert_ids [T, k]
                            .Arg<F32>()   // expert_weights [T, k]

@@ -106,7 +106,8 @@ def residual_start(request: Correction, experts: SplitExperts, *, replaces: bool
       replaces: True if y_base leaves out the pairs whose units are all critical: the correction then gives their whole
         output, so that the base's half of W2 is not read twice.
     """
-    return _start(*request, store=np.int64(experts.store), exact=experts.exact, replaces=replaces)[0]
+    limit = np.float32(experts.swiglu_limit)
+    return _start(*request, store=np.int64(experts.store), exact=experts.exact, replaces=replaces, limit=limit)[0]
 
 
 def residual_done(

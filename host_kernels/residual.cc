@@ -6,6 +6,7 @@
 namespace rapidmoe {
 namespace {
 
+constexpr float kClampedAlpha = 1.702f;
 constexpr int64_t kAhead = 8;  // records on that are fetched while W2 of one is summed, in a dense step
 
 const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
@@ -67,7 +68,7 @@ void ResidualJob::scan(const ResidualRequest& request, int64_t active, bool fill
 
 void ResidualJob::plan(const RowKernels& rows, Pool& pool, const ResidualRequest& request) {
   const Step& step = request.step;
-  rows_ = &rows, layer_ = request.layer, exact_ = request.exact, replaces_ = request.replaces;
+  rows_ = &rows, layer_ = request.layer, exact_ = request.exact, replaces_ = request.replaces, limit_ = request.limit;
   tokens_ = step.tokens, slots_ = step.slots;
   weights_.assign(request.weights, request.weights + step.pairs());
   experts_.assign(step.experts, step.experts + step.pairs());
@@ -181,6 +182,11 @@ void ResidualJob::factors(int64_t first, int64_t last, int64_t part_last, bool c
     }
   }
   for (int64_t c = 0; c < choices; ++c) du[c] += u_[begin + c], dv[c] += v_[begin + c];
+  if (limit_ > 0)
+    for (int64_t c = 0; c < choices; ++c) {  // a sigmoid(alpha a) = silu(alpha a) / alpha
+      du[c] = kClampedAlpha * std::min(du[c], limit_);
+      dv[c] = (std::clamp(dv[c], -limit_, limit_) + 1) / kClampedAlpha;
+    }
   rows_->silu_mul(du.data(), dv.data(), choices, du.data());  // h
   for (int64_t c = begin; c < begin + choices; ++c) {
     const int64_t own = groups_.begin[active] + position_[c];

@@ -1,6 +1,6 @@
 // The residual correction of the critical set. No XLA, no Python.
 //
-//   h_j      = silu(u0_j + R1_j . x) * (v0_j + R3_j . x)
+//   h_j      = silu(u0_j + R1_j . x) * (v0_j + R3_j . x)        (or ResidualRequest::limit's form)
 //   delta[t] = sum over chosen (slot, unit) of weight * (h_j W2_j - h0_j B2_j),   W2 = B2 + R2
 #pragma once
 #include "dense.h"
@@ -25,6 +25,7 @@ struct ResidualRequest {
   RecordLayer layer;
   bool exact;     // float32 throughout; otherwise int8 activations, add_block and sum_many of RowKernels
   bool replaces;  // the base leaves out pairs of which every unit is chosen: their delta is weight * h_j W2_j
+  float limit;    // 0: h = silu(u) v; else gpt-oss's a sigmoid(1.702 a) (b + 1), a = min(u, limit), b = v in +-limit
 };
 
 struct ResidualStats {
@@ -67,6 +68,7 @@ class ResidualJob {
   const RowKernels* rows_ = nullptr;
   RecordLayer layer_ = {};
   bool exact_ = false, dense_ = false, replaces_ = false;
+  float limit_ = 0;
   int64_t tokens_ = 0, slots_ = 0, parts_ = 0, span_ = 0;  // span: units of a part
   std::vector<int32_t> experts_;  // [pairs]
   std::vector<float> weights_;    // [pairs]

@@ -5,9 +5,18 @@ from types import ModuleType
 from typing import Any
 
 from rapidmoe_jax.config import ModelConfig
-from rapidmoe_jax.models import qwen_moe
+from rapidmoe_jax.models import deepseek, gpt_oss, mixtral, olmoe, qwen_moe
 
-FAMILIES: dict[str, ModuleType] = {"qwen3_moe": qwen_moe}
+FAMILIES: dict[str, ModuleType] = {
+    "qwen3_moe": qwen_moe,
+    "qwen2_moe": qwen_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "deepseek_v3": deepseek,
+    "kimi_k2": deepseek,
+    "glm4_moe": deepseek,
+    "gpt_oss": gpt_oss,
+}
 
 
 def family(config: Mapping[str, Any]) -> ModuleType:

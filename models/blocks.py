@@ -1,4 +1,4 @@
-"""Blocks that families share: norm, linear, rotary positions, grouped-query attention, dense MLP.
+"""Blocks that families share: norm, linear, gated MLP.
 
 Modules are Flax NNX; matrices are kept as published, [out, in].
 """
@@ -6,10 +6,7 @@ Modules are Flax NNX; matrices are kept as published, [out, in].
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
-
-from rapidmoe_jax.cache import KVCache
-from rapidmoe_jax.config import ModelConfig
+from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*N D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
@@ -32,79 +29,26 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x W^T without bias."""
+    """y = x W^T (+ bias)."""
 
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, rngs: nnx.Rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (outputs, inputs)) * inputs**-0.5)
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*N I"]) -> Float[Array, "*N O"]:
         """Multiply the last axis."""
-        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
-
-
-def rope_table(
-    positions: Int32[Array, "B C"], head_dim: int, theta: float
-) -> tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]]:
-    """Give cos and sin of each position's angles, R = head_dim / 2."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def apply_rope(
-    x: Float[Array, "B C N h"], cos: Float[Array, "B C 1 R"], sin: Float[Array, "B C 1 R"]
-) -> Float[Array, "B C N h"]:
-    """Rotate the two halves of each head (element i with i + h/2)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with q and k normalised per head, over a KVCache."""
-
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        heads, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        self.q_proj = Linear(cfg.width, heads, rngs=rngs)
-        self.k_proj = Linear(cfg.width, kv, rngs=rngs)
-        self.v_proj = Linear(cfg.width, kv, rngs=rngs)
-        self.o_proj = Linear(heads, cfg.width, rngs=rngs)
-        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.head_dim, self.groups = cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
-
-    def __call__(
-        self,
-        x: Float[Array, "B C D"],
-        start: Int32[Array, " B"],
-        rope: tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]],
-        cache: KVCache,
-        layer: Int32[Array, ""],
-    ) -> tuple[Float[Array, "B C D"], KVCache]:
-        """Attend from C new tokens of each row, at slots start[b].., to themselves and all before."""
-        batch, count, _ = x.shape
-        q = self.q_norm(self.q_proj(x).reshape(batch, count, -1, self.head_dim))
-        k = self.k_norm(self.k_proj(x).reshape(batch, count, -1, self.head_dim))
-        v = self.v_proj(x).reshape(batch, count, -1, self.head_dim)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        cache = cache.write(layer, start, k, v)
-        keys, values = cache.k[layer], cache.v[layer]
-        q = q.reshape(batch, count, -1, self.groups, self.head_dim)
-        scores = jnp.einsum("bcjgh,bsjh->bjgcs", q, keys, preferred_element_type=jnp.float32) * self.head_dim**-0.5
-        position = start[:, None] + jnp.arange(count)
-        visible = jnp.arange(keys.shape[1]) <= position[..., None]  # [B, C, S]
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-        mixed = jnp.einsum("bjgcs,bsjh->bcjgh", weights, values).reshape(batch, count, -1)
-        return self.o_proj(mixed.astype(x.dtype)), cache
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
 class MLP(nnx.Module):
-    """Gated MLP of a layer without experts: down(silu(gate x) * up x)."""
+    """Gated MLP of `size` hidden units: down(silu(gate x) * up x)."""
 
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        self.gate_proj = Linear(cfg.width, cfg.mlp_size, rngs=rngs)
-        self.up_proj = Linear(cfg.width, cfg.mlp_size, rngs=rngs)
-        self.down_proj = Linear(cfg.mlp_size, cfg.width, rngs=rngs)
+    def __init__(self, width: int, size: int, *, rngs: nnx.Rngs):
+        self.gate_proj = Linear(width, size, rngs=rngs)
+        self.up_proj = Linear(width, size, rngs=rngs)
+        self.down_proj = Linear(size, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         """Run the MLP."""

@@ -6,7 +6,7 @@ parameters. The step is a pure function of (parameters, experts, cache, tokens),
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,51 @@ from jaxtyping import Array, Float, Int32
 from rapidmoe_jax.cache import KVCache
 from rapidmoe_jax.config import ModelConfig
 from rapidmoe_jax.experts import FloatExperts, SplitExperts
-from rapidmoe_jax.models.blocks import MLP, Attention, Linear, RMSNorm, rms_norm, rope_table
+from rapidmoe_jax.models.attention import Attention, LatentAttention, Positions
+from rapidmoe_jax.models.blocks import MLP, Linear, RMSNorm, rms_norm
+from rapidmoe_jax.models.rope import rope_table
+from rapidmoe_jax.models.router import Router
 from rapidmoe_jax.moe import MoEStats, StepContext, moe_layer
 from rapidmoe_jax.policy import Policy
 
 
 class MoE(nnx.Module):
-    """Router and routed experts. The experts' weights come in with the call: they are no parameters of a layer."""
+    """Router, shared expert and biases. The routed experts' weights come in with the call: no parameters of a layer."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        self.router = Linear(cfg.width, cfg.num_experts, rngs=rngs)
-        self.top_k, self.norm_topk_prob = cfg.top_k, cfg.norm_topk_prob
+        self.router = Router(cfg, rngs=rngs)
+        if cfg.shared_size:
+            self.shared = MLP(cfg.width, cfg.shared_size, rngs=rngs)
+        if cfg.shared_gate:
+            self.shared_gate = Linear(cfg.width, 1, rngs=rngs)
+        if cfg.expert_bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros((cfg.num_experts, cfg.expert_size, 2)))
+            self.down_bias = nnx.Param(jnp.zeros((cfg.num_experts, cfg.width)))
+        self.cfg = cfg
 
-    def route(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float[Array, "T k"]]:
-        """Choose experts: softmax over all, in float32, then the k largest. Returns expert_ids, expert_weights."""
-        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, ids = jax.lax.top_k(probabilities, self.top_k)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdims=True)
-        return ids.astype(jnp.int32), weights
+    def rest(
+        self, x: Float[Array, "T D"], expert_ids: Int32[Array, "T k"], expert_weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"] | float:
+        """Give what the block adds besides the routed experts' matrices: shared expert, biases of the last matrix."""
+        total: Any = 0.0
+        if self.cfg.shared_size:
+            total = self.shared(x)
+        if self.cfg.shared_gate:
+            total *= jax.nn.sigmoid(self.shared_gate(x))
+        if self.cfg.expert_bias:
+            bias = self.down_bias[...][expert_ids].astype(jnp.float32)
+            total += jnp.einsum("tk,tkd->td", expert_weights, bias).astype(x.dtype)
+        return total
+
+
+class RoutedTokens(NamedTuple):
+    """A layer's T tokens on their way to the routed experts."""
+
+    stream: Float[Array, "T D"]  # what the experts' results are added to
+    x: Float[Array, "T D"]  # the experts' input
+    stream_square: Float[Array, " T"]  # |x_t|^2 of the stream entering the block
+    expert_ids: Int32[Array, "T k"]
+    expert_weights: Float[Array, "T k"]
 
 
 class DecoderLayer(nnx.Module):
@@ -42,38 +68,35 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, moe: bool, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(cfg.width, cfg.rms_norm_eps)
-        self.attn = Attention(cfg, rngs=rngs)
+        self.attn = (LatentAttention if cfg.latent else Attention)(cfg, rngs=rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.rms_norm_eps)
-        self.mlp = MoE(cfg, rngs=rngs) if moe else MLP(cfg, rngs=rngs)
+        self.mlp = MoE(cfg, rngs=rngs) if moe else MLP(cfg.width, cfg.mlp_size, rngs=rngs)
 
     def attend(
         self,
         stream: Float[Array, "B C D"],
-        start: Int32[Array, " B"],
-        rope: tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]],
+        at: Positions,
+        window: Int32[Array, ""] | None,
         cache: KVCache,
         layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "B C D"], KVCache]:
         """Run the layer's first half. layer counts all layers."""
         with jax.named_scope("attention"):
-            mixed, cache = self.attn(self.attn_norm(stream), start, rope, cache, layer)
+            mixed, cache = self.attn(self.attn_norm(stream), at, cache, layer, window)
         return stream + mixed, cache
 
     def dense(self, stream: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
         """Run the second half of a layer without experts."""
         return stream + self.mlp(self.mlp_norm(stream))
 
-    def route(
-        self, stream: Float[Array, "B C D"]
-    ) -> tuple[Float[Array, "T D"], Float[Array, " T"], Int32[Array, "T k"], Float[Array, "T k"]]:
-        """Begin the second half of a layer with experts, T = B * C tokens.
-
-        Returns: the experts' input, |x_t|^2 of the stream, expert_ids, expert_weights.
-        """
+    def route(self, stream: Float[Array, "B C D"]) -> RoutedTokens:
+        """Begin the second half of a layer with experts, T = B * C tokens."""
         assert isinstance(self.mlp, MoE)
-        flat = self.mlp_norm(stream).reshape(-1, stream.shape[-1])
-        square = jnp.square(stream.astype(jnp.float32)).sum(-1).reshape(-1)
-        return flat, square, *self.mlp.route(flat)
+        flat = stream.reshape(-1, stream.shape[-1])
+        x = self.mlp_norm(flat)
+        square = jnp.square(flat.astype(jnp.float32)).sum(-1)
+        ids, weights = self.mlp.router.route(x)
+        return RoutedTokens(flat + self.mlp.rest(x, ids, weights), x, square, ids, weights)
 
     def __call__(
         self,
@@ -85,21 +108,23 @@ class DecoderLayer(nnx.Module):
         spent: Int32[Array, "*T"],
     ) -> tuple[Float[Array, "B C D"], KVCache, MoEStats]:
         """Run one layer. layer counts all layers, moe those with experts; spent: see moe_layer."""
-        stream, cache = self.attend(stream, step.start, step.rope, cache, layer)
+        window = None if step.windows is None else step.windows[layer]
+        stream, cache = self.attend(stream, step.at, window, cache, layer)
         if isinstance(self.mlp, MLP):
             return self.dense(stream), cache, step.context.no_stats()
         with jax.named_scope("experts"):
-            x, square, ids, weights = self.route(stream)
-            y, stats = moe_layer(x, square, ids, weights, moe, step.experts, step.policy, step.context, spent)
-        return stream + y.reshape(stream.shape).astype(stream.dtype), cache, stats
+            t = self.route(stream)
+            bias = self.mlp.gate_up_bias[...] if self.mlp.cfg.expert_bias else None
+            y, stats = moe_layer(*t[1:], moe, step.experts, step.policy, step.context, spent, bias)
+        return (t.stream + y.astype(stream.dtype)).reshape(stream.shape), cache, stats
 
 
 @dataclass(frozen=True)
 class Step:
     """What is the same for all layers of a step."""
 
-    start: Int32[Array, " B"]
-    rope: tuple[Float[Array, "B C 1 R"], Float[Array, "B C 1 R"]]
+    at: Positions
+    windows: Int32[Array, " L"] | None
     experts: FloatExperts | SplitExperts
     policy: Policy
     context: StepContext
@@ -157,7 +182,10 @@ def decoder_step(
     Returns: the normed stream after the last layer, the cache with the new tokens, what the residual did.
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    step = Step(start, rope_table(positions, cfg.head_dim, cfg.rope_theta), experts, policy, context)
+    lengths = jnp.where(context.live.reshape(tokens.shape), positions + 1, 0).max(-1)
+    at = Positions(start, *rope_table(positions, cfg.rope, lengths))
+    windows = jnp.asarray(cfg.windows, jnp.int32) if cfg.windows else None
+    step = Step(at, windows, experts, policy, context)
     stream = params.embed[tokens]
     stats = context.no_stats()
     for (moe, first, count), state in zip(layer_runs(cfg), params.runs, strict=True):

@@ -1,4 +1,4 @@
-"""Keys and values of past tokens. Slot s of row b holds the row's s-th token."""
+"""Keys and values of past tokens, or what stands for them. Slot s of row b holds the row's s-th token."""
 
 from typing import NamedTuple
 
@@ -10,23 +10,25 @@ from rapidmoe_jax.config import ModelConfig
 
 
 class KVCache(NamedTuple):
-    """Allocated slots of all layers; what is beyond a row's length is never read."""
+    """Allocated slots of all layers; what is beyond a row's length is never read.
+
+    Latent attention keeps its one rotated key in k and the latent in v.
+    """
 
     k: Float[Array, "L B S J h"]
-    v: Float[Array, "L B S J h"]
+    v: Float[Array, "L B S J v"]
 
     @staticmethod
     def allocate(cfg: ModelConfig, batch: int, max_cache_len: int, dtype) -> "KVCache":
         """Make an empty cache for `batch` rows of `max_cache_len` tokens."""
-        shape = (cfg.num_layers, batch, max_cache_len, cfg.num_kv_heads, cfg.head_dim)
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return KVCache(*(jnp.zeros((cfg.num_layers, batch, max_cache_len, *s), dtype) for s in cfg.cache_shapes))
 
     def write(
         self,
         layer: Int32[Array, ""],
         start: Int32[Array, " B"],
         k: Float[Array, "B C J h"],
-        v: Float[Array, "B C J h"],
+        v: Float[Array, "B C J v"],
     ) -> "KVCache":
         """Write C tokens of each row from slot start[b] on; start[b] + C must not pass the end."""
 

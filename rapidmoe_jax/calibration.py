@@ -18,12 +18,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from rapidmoe_jax.activation import gated_slopes
 from rapidmoe_jax.cache import KVCache
 from rapidmoe_jax.checkpoint import Checkpoint
 from rapidmoe_jax.config import ModelConfig
-from rapidmoe_jax.models.blocks import rms_norm, rope_table
+from rapidmoe_jax.models.attention import Positions
+from rapidmoe_jax.models.blocks import rms_norm
 from rapidmoe_jax.models.decoder import abstract_layer, fill_state
-from rapidmoe_jax.source import expert_names, read_dense, read_expert
+from rapidmoe_jax.models.rope import rope_table
+from rapidmoe_jax.source import read_dense
 from rapidmoe_jax.text import TextCodec
 
 WINDOW = 512  # tokens that attend to each other
@@ -40,6 +43,15 @@ class LayerText(NamedTuple):
     expert_ids: Int32[np.ndarray, "N k"]
     expert_weights: Float[np.ndarray, "N k"]
     probe: Bool[np.ndarray, " N"]  # True: a token of the windows that go back
+    bias: Float[np.ndarray, "E F 2"] | None = None  # of gate and up
+    swiglu_limit: float = 0.0  # activation.py
+
+    def hidden(
+        self, expert: int, x: Float[np.ndarray, "n D"], w: Float[np.ndarray, "m F D"]
+    ) -> tuple[Float[np.ndarray, "n F"], Float[np.ndarray, "n F"], Float[np.ndarray, "n F"]]:
+        """Run an expert's gate and up (m >= 2 of its matrices) on n tokens. Returns h, dh/du, dh/dv."""
+        shift = np.zeros((1, 2), np.float32) if self.bias is None else self.bias[expert]
+        return gated_slopes(x @ w[0].T + shift[:, 0], x @ w[1].T + shift[:, 1], self.swiglu_limit)
 
 
 def read_calibration(
@@ -80,24 +92,30 @@ def read_tokens(path: str | Path) -> np.ndarray:
     return ids
 
 
+def _window(cfg: ModelConfig, layer: int) -> Int32[Array, ""] | None:
+    return jnp.int32(cfg.windows[layer]) if cfg.windows else None
+
+
 @partial(jax.jit, static_argnames=("cfg", "moe"))
-def _front(cfg: ModelConfig, moe: bool, state: Any, stream: Float[Array, "T D"]) -> Any:
+def _front(cfg: ModelConfig, moe: bool, state: Any, window: Any, stream: Float[Array, "T D"]) -> Any:
     """Run a layer up to its experts: (stream, experts' input, weights), (|x_t|^2, ids); a dense layer whole."""
     graphdef, _ = abstract_layer(cfg, moe=moe)
     layer = nnx.merge(graphdef, state)
-    shape = (1, 1, stream.shape[0], cfg.num_kv_heads, cfg.head_dim)
-    cache = KVCache(jnp.zeros(shape), jnp.zeros(shape))
-    rope = rope_table(jnp.arange(stream.shape[0])[None], cfg.head_dim, cfg.rope_theta)
-    mixed, _ = layer.attend(stream[None], jnp.zeros(1, jnp.int32), rope, cache, jnp.int32(0))
+    count = stream.shape[0]
+    cache = KVCache(*(jnp.zeros((1, 1, count, *shape)) for shape in cfg.cache_shapes))
+    at = Positions(jnp.zeros(1, jnp.int32), *rope_table(jnp.arange(count)[None], cfg.rope))
+    mixed, _ = layer.attend(stream[None], at, window, cache, jnp.int32(0))
     if not moe:
         return (layer.dense(mixed)[0],), ()
-    x, square, ids, weights = layer.route(mixed)
-    return (mixed[0], x, weights), (square, ids)
+    t = layer.route(mixed)
+    return (t.stream, t.x, t.expert_weights), (t.stream_square, t.expert_ids)
 
 
 @partial(jax.jit, static_argnames=("cfg", "moe"))
-def _front_back(cfg: ModelConfig, moe: bool, state: Any, stream: Float[Array, "T D"], gradients: Any) -> Any:
-    _, pull, _ = jax.vjp(lambda s: _front(cfg, moe, state, s), stream, has_aux=True)
+def _front_back(
+    cfg: ModelConfig, moe: bool, state: Any, window: Any, stream: Float[Array, "T D"], gradients: Any
+) -> Any:
+    _, pull, _ = jax.vjp(lambda s: _front(cfg, moe, state, window, s), stream, has_aux=True)
     return pull(gradients)[0]
 
 
@@ -114,13 +132,6 @@ def _head_back(norm: Array, head: Array, eps: float, stream: Float[Array, "T D"]
         return jnp.take_along_axis(jax.nn.log_softmax(logits(s)), drawn[:, None], 1).sum()
 
     return jax.grad(likelihood)(stream)
-
-
-def silu(u: Float[np.ndarray, "*N"]) -> tuple[Float[np.ndarray, "*N"], Float[np.ndarray, "*N"]]:
-    """Give silu(u) and its slope."""
-    with np.errstate(over="ignore"):
-        sigmoid = 1 / (1 + np.exp(-u))
-    return u * sigmoid, sigmoid * (1 + u * (1 - sigmoid))
 
 
 class TextRun:
@@ -149,14 +160,17 @@ class TextRun:
         stream = np.load(self._file("stream", layer))
         self._save("probe", layer, stream[self.probes])
         moe, state = self.cfg.moe_layers[layer], self._state(layer)
-        fronts = [jax.tree.map(np.asarray, _front(self.cfg, moe, state, s)) for s in stream]
+        window = _window(self.cfg, layer)
+        fronts = [jax.tree.map(np.asarray, _front(self.cfg, moe, state, window, s)) for s in stream]
         outputs, facts = jax.tree.map(lambda *a: np.concatenate(a), *fronts)
         if not moe:
             self._save("stream", layer + 1, outputs[0].reshape(stream.shape))
             return None
         probe = np.zeros(stream.shape[:2], bool)
         probe[self.probes] = True
-        return LayerText(outputs[0], outputs[1], facts[0], facts[1], outputs[2], probe.reshape(-1))
+        stream, x, weights = outputs
+        square, ids = facts
+        return LayerText(stream, x, square, ids, weights, probe.reshape(-1), self._bias(layer), self.cfg.swiglu_limit)
 
     def leave(self, layer: int, text: LayerText, result: Float[np.ndarray, "N D"], error: Float[np.ndarray, "N D"]):
         """Go on to the next layer with the experts' result; keep the base's error of the probed tokens."""
@@ -169,7 +183,7 @@ class TextRun:
 
         Returns: the sum over the probed tokens of the KL that the base's error of this layer alone predicts, in nats.
         """
-        moe, state = self.cfg.moe_layers[layer], self._state(layer)
+        moe, state, window = self.cfg.moe_layers[layer], self._state(layer), _window(self.cfg, layer)
         stream = np.load(self._file("probe", layer))
         gradient = self._gradient(layer + 1)
         shape, damage = stream.shape, 0.0
@@ -177,26 +191,29 @@ class TextRun:
         if moe:
             flat = gradient.reshape(-1, self.cfg.width)
             damage = float(np.square((flat * np.load(self._file("error", layer))).sum(-1)).sum() / 2)
-            fronts = [jax.tree.map(np.asarray, _front(self.cfg, moe, state, s)) for s in stream]
-            (_, x, weights), (_, ids) = jax.tree.map(lambda *a: np.concatenate(a), *fronts)
-            dx, dw = self._experts_back(layer, x, ids, weights, flat)
+            fronts = [jax.tree.map(np.asarray, _front(self.cfg, moe, state, window, s)) for s in stream]
+            (after, x, weights), (square, ids) = jax.tree.map(lambda *a: np.concatenate(a), *fronts)
+            text = LayerText(
+                after, x, square, ids, weights, np.ones(len(x), bool), self._bias(layer), self.cfg.swiglu_limit
+            )
+            dx, dw = self._experts_back(layer, text, flat)
             parts += [dx.reshape(shape), dw.reshape(*shape[:2], -1)]
-        each = [_front_back(self.cfg, moe, state, s, tuple(g)) for s, *g in zip(stream, *parts, strict=True)]
+        each = [_front_back(self.cfg, moe, state, window, s, tuple(g)) for s, *g in zip(stream, *parts, strict=True)]
         self._save("gradient", layer, np.stack([np.asarray(g) for g in each]))
         return damage
 
-    def _experts_back(self, layer: int, x: Any, ids: Any, weights: Any, gradient: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _experts_back(self, layer: int, text: LayerText, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give the gradients with respect to the experts' input and the routing weights."""
-        dx, dw = np.zeros_like(x), np.zeros_like(weights)
-        for expert, names in enumerate(expert_names(self.fam, self.cfg, layer)):
-            rows, slots = np.nonzero(ids == expert)
+        dx, dw = np.zeros_like(text.x), np.zeros_like(text.expert_weights)
+        for expert in range(self.cfg.num_experts):
+            rows, slots = np.nonzero(text.expert_ids == expert)
             if rows.size:
-                w1, w3, w2 = read_expert(self.checkpoint, names)
-                value, slope = silu(x[rows] @ w1.T)
-                v, dh = x[rows] @ w3.T, gradient[rows] @ w2.T
-                dw[rows, slots] = (dh * value * v).sum(-1)
-                dh *= weights[rows, slots][:, None]
-                dx[rows] += (dh * v * slope) @ w1 + (dh * value) @ w3
+                w = self.fam.read_expert(self.checkpoint, self.cfg, layer, expert)
+                h, by_u, by_v = text.hidden(expert, text.x[rows], w)
+                dh = gradient[rows] @ w[2].T
+                dw[rows, slots] = (dh * h).sum(-1)
+                dh *= text.expert_weights[rows, slots][:, None]
+                dx[rows] += (dh * by_u) @ w[0] + (dh * by_v) @ w[1]
         return dx, dw
 
     def _gradient(self, layer: int) -> np.ndarray:
@@ -217,7 +234,16 @@ class TextRun:
     def _state(self, layer: int) -> Any:
         flat = read_dense(self.checkpoint, self.fam.layer_tensors(self.cfg, layer), keep_float=True)
         _, state = abstract_layer(self.cfg, moe=self.cfg.moe_layers[layer])
-        return fill_state(state, {path: jnp.asarray(value, jnp.float32) for path, value in flat.items()})
+        shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+        return fill_state(state, {p: jnp.asarray(v, jnp.float32).reshape(shapes[p]) for p, v in flat.items()})
+
+    def _bias(self, layer: int) -> np.ndarray | None:
+        """Read the biases of the experts' gate and up, [E, F, 2]."""
+        table = self.fam.layer_tensors(self.cfg, layer)
+        name = next((name for name, (path, _) in table.items() if path == "mlp.gate_up_bias"), None)
+        if name is None:
+            return None
+        return self.checkpoint.read(name).astype(np.float32).reshape(self.cfg.num_experts, -1, 2)
 
     def _globals(self) -> dict[str, np.ndarray]:
         return read_dense(self.checkpoint, self.fam.global_tensors(self.cfg), keep_float=True)

@@ -19,7 +19,9 @@ _DTYPES = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
 }
+_CODES = ("_blocks", "_scales")  # ends of the names of MXFP4 tensors, which are bytes
 FP8_BLOCK = 128  # rows and columns that share one weight_scale_inv
 _SCALE = "_scale_inv"
 
@@ -100,11 +102,13 @@ class Checkpoint:
             offset = 8 + length + info["data_offsets"][0]
             self._stored[name] = _Stored(file, info["dtype"], tuple(info["shape"]), offset)
 
-    def validate(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    def validate(self, wanted: Mapping[str, tuple[int, ...]], left_out: str | None = None) -> int:
         """Compare names, shapes and dtypes with what a model needs.
 
         Args:
           wanted: published name -> shape.
+          left_out: prefix of names that may be there and are not wanted.
+        Returns: the number of tensors left out.
         Raises: ValueError that lists every missing, unknown, mis-shaped or unreadable tensor.
         """
         problems = []
@@ -114,8 +118,9 @@ class Checkpoint:
                 problems.append(f"{name}: missing, wanted shape {list(shape)}")
             elif stored.shape != shape:
                 problems.append(f"{name}: shape {list(stored.shape)} in {stored.file.name}, wanted {list(shape)}")
-            elif stored.dtype not in _DTYPES:
-                problems.append(f"{name}: dtype {stored.dtype} in {stored.file.name}, wanted one of {list(_DTYPES)}")
+            elif (stored.dtype == "U8") != name.endswith(_CODES) or stored.dtype not in _DTYPES:
+                kinds = ["U8"] if name.endswith(_CODES) else [d for d in _DTYPES if d != "U8"]
+                problems.append(f"{name}: dtype {stored.dtype} in {stored.file.name}, wanted one of {kinds}")
             elif stored.dtype == "F8_E4M3":
                 scale, grid = self._stored.get(name + _SCALE), tuple(-(-n // FP8_BLOCK) for n in shape)
                 if scale is None:
@@ -124,18 +129,21 @@ class Checkpoint:
                     problems.append(
                         f"{name}{_SCALE}: {scale.dtype} {list(scale.shape)}, wanted F32 {list(grid)} (128x128 blocks)"
                     )
-        for name in self._stored:
-            if name not in wanted and name.removesuffix(_SCALE) not in wanted:
+        extra = [n for n in self._stored if n not in wanted and n.removesuffix(_SCALE) not in wanted]
+        ignored = [n for n in extra if left_out and n.startswith(left_out)]
+        for name in extra:
+            if name not in ignored:
                 problems.append(f"{name}: unknown, the model has no such tensor")
         if problems:
             raise ValueError(_report(self.folder, problems, "the files do not belong to this config.json"))
+        return len(ignored)
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor: float32 if it was published as fp8 or float32, else its own dtype.
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
+        """Read one tensor, or one entry of its first axis: float32 if published as fp8 or float32, else its own dtype.
 
         Raises: ValueError naming the first NaN or Inf.
         """
-        value = self._map(name)
+        value = self._map(name, part)
         if self._stored[name].dtype == "F8_E4M3":
             value = _dequantize_fp8(value, self._map(name + _SCALE))
         finite = np.isfinite(value.astype(np.float32))
@@ -151,12 +159,13 @@ class Checkpoint:
         """Give the published dtype of a tensor, as safetensors names it."""
         return self._stored[name].dtype
 
-    def _map(self, name: str) -> np.ndarray:
+    def _map(self, name: str, part: int | None = None) -> np.ndarray:
         s = self._stored[name]
-        count = int(np.prod(s.shape))
+        shape = s.shape if part is None else s.shape[1:]
         dtype = np.dtype(_DTYPES[s.dtype])
-        raw = np.memmap(s.file, np.uint8, "r", s.offset, (count * dtype.itemsize,))
-        return np.array(raw).view(dtype).reshape(s.shape)
+        size = int(np.prod(shape)) * dtype.itemsize
+        raw = np.memmap(s.file, np.uint8, "r", s.offset + (part or 0) * size, (size,))
+        return np.array(raw).view(dtype).reshape(shape)
 
 
 def _dequantize_fp8(w: np.ndarray, scale: np.ndarray) -> np.ndarray:

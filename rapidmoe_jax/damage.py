@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int32
 
-from rapidmoe_jax.calibration import LayerText, silu
+from rapidmoe_jax.calibration import LayerText
 from rapidmoe_jax.rank import RANKS
 
 POOLED_TOKENS = 300  # weight of the layer's pooled second moment against the tokens an expert saw
@@ -47,18 +47,14 @@ class LayerExperts:
         """Run an expert over its tokens; the moments of one that saw no token are the pooled ones."""
         rows, slots = (a.astype(np.int32) for a in np.nonzero(self.text.expert_ids == expert))
         x, weight, total = self.text.x[rows], self.weight[rows, slots], len(rows) + POOLED_TOKENS
-        hidden = _hidden(x, w)
-        pooled_h = _moment(_hidden(self._sample, w), self._sample_weight) / len(self._sample)
+        hidden = self.text.hidden(expert, x, w)[0]
+        pooled_h = _moment(self.text.hidden(expert, self._sample, w)[0], self._sample_weight) / len(self._sample)
         h_x = (_moment(x, weight) + POOLED_TOKENS * self.pooled) / total
         return ExpertText(rows, slots, x, hidden, h_x, (_moment(hidden, weight) + POOLED_TOKENS * pooled_h) / total)
 
 
 def _moment(a: Float[np.ndarray, "N K"], weight: Float[np.ndarray, " N"]) -> Float[np.ndarray, "K K"]:
     return (a * weight[:, None]).T @ a
-
-
-def _hidden(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    return silu(x @ w[0].T)[0] * (x @ w[1].T)
 
 
 class ExpertDamage(NamedTuple):
@@ -71,7 +67,7 @@ class ExpertDamage(NamedTuple):
 
 
 def expert_damage(
-    text: LayerText, seen: ExpertText, w: np.ndarray, base: np.ndarray, norms: np.ndarray
+    text: LayerText, expert: int, seen: ExpertText, w: np.ndarray, base: np.ndarray, norms: np.ndarray
 ) -> ExpertDamage:
     """Compare one expert with its base over a text.
 
@@ -84,12 +80,11 @@ def expert_damage(
     error = np.zeros_like(result)
     probed = text.probe[rows]
     x, g = x[probed], g[probed]
-    u0, v0 = x @ base[0].T, x @ base[1].T
-    value, slope = silu(u0)
-    error[probed] = g * ((value * v0) @ base[2]) - result[probed]
+    h0, by_u, by_v = text.hidden(expert, x, base)
+    error[probed] = g * (h0 @ base[2]) - result[probed]
     r1, r3, r2, b2 = norms.astype(np.float32).T
-    gate_up = (slope * v0) ** 2 * r1 + value**2 * r3  # the numpy twin of policy.unit_error
-    ne = (value * v0) ** 2 * r2 + b2 * np.square(x).mean(1, keepdims=True) * gate_up
+    gate_up = by_u**2 * r1 + by_v**2 * r3  # the numpy twin of policy.unit_error
+    ne = h0**2 * r2 + b2 * np.square(x).mean(1, keepdims=True) * gate_up
     damage = g**2 * ne / np.maximum(text.stream_square[rows][probed], 1e-30)[:, None]
     bins = np.floor((np.log2(np.maximum(damage, 1e-30)) - _LOG2_FIRST) / _LOG2_STEP).astype(int)
     histogram = np.bincount(np.clip(bins, 0, _BINS - 1).reshape(-1), minlength=_BINS).astype(np.float32)

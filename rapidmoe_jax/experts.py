@@ -54,12 +54,13 @@ class Calibration(NamedTuple):
         return Calibration(jnp.asarray(True), *(jnp.asarray(a, jnp.float32) for a in arrays))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["swiglu_limit"])
 @dataclass(frozen=True)
 class FloatExperts:
     """Unsplit experts: the reference for quality."""
 
     weights: Float[Array, "L E 3 F D"]  # gate_proj, up_proj, down_proj transposed to one row a unit
+    swiglu_limit: float = 0.0  # activation.py
 
     @property
     def num_experts(self) -> int:
@@ -70,7 +71,16 @@ class FloatExperts:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scale", "offset", "norms", "calibration", "records"],
-    meta_fields=["base_bits", "residual_bits", "record_bytes", "store", "executor", "base_kernel", "exact"],
+    meta_fields=[
+        "base_bits",
+        "residual_bits",
+        "record_bytes",
+        "store",
+        "executor",
+        "base_kernel",
+        "exact",
+        "swiglu_limit",
+    ],
 )
 @dataclass(frozen=True, kw_only=True)
 class SplitExperts:
@@ -89,6 +99,7 @@ class SplitExperts:
     executor: str  # one of EXECUTORS
     base_kernel: str  # "host": C++ on the CPU backend; "reference": plain XLA
     exact: bool  # True: float32 activations in the host kernels; False: int8
+    swiglu_limit: float = 0.0  # activation.py
 
     @property
     def num_experts(self) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from rapidmoe_jax.activation import gated
 from rapidmoe_jax.bench import bench
 from rapidmoe_jax.evaluation import Text, check_text, compare_window, row
 from rapidmoe_jax.experts import FloatExperts, SplitExperts
@@ -76,7 +77,7 @@ class Oracle:
         """Choose the units."""
         ids = jnp.maximum(step.expert_ids, 0)
         u, v = jnp.einsum("tkmfd,td->mtkf", self.weights[step.layer, ids, :2], step.x)
-        h, (w, wb, b) = jax.nn.silu(u) * v, jnp.moveaxis(self.dots[step.layer, ids], -1, 0)
+        h, (w, wb, b) = gated(u, v, step.swiglu_limit), jnp.moveaxis(self.dots[step.layer, ids], -1, 0)
         error = h**2 * w - 2 * h * step.h0 * wb + step.h0**2 * b
         weight = step.priority / jnp.maximum(step.stream_square, 1e-30) * step.layer_weight
         values = (weight[:, None] * step.expert_weights**2)[..., None] * jnp.where(

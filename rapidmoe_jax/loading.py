@@ -18,7 +18,7 @@ from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.memory import empty, to_device
 from rapidmoe_jax.models import family, read_config
 from rapidmoe_jax.models.decoder import DecoderParams, abstract_layer, fill_state, layer_runs
-from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
+from rapidmoe_jax.source import check_tensors, read_dense
 from rapidmoe_jax.store import SplitCheckpoint
 
 
@@ -31,13 +31,17 @@ def load_params(
     for moe, first, count in layer_runs(cfg):
         _, state = abstract_layer(cfg, moe=moe)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        stacked = {path: empty((count, *leaf.shape), np.dtype(dtype)) for path, leaf in flat.items()}
+        stacked = {path: empty((count, *leaf.shape), np.dtype(_kind(path, dtype))) for path, leaf in flat.items()}
         for i in range(count):
             layer = read_layer(first + i)
             for path, into in stacked.items():
-                into[i] = layer[path]
+                into[i] = layer[path].reshape(into.shape[1:])
         runs.append(fill_state(state, {path: to_device(value) for path, value in stacked.items()}))
     return DecoderParams(embed=shared["embed"], norm=shared["norm"], head=shared.get("head"), runs=runs)
+
+
+def _kind(path: str, dtype: Any) -> Any:
+    return np.float32 if path.endswith("correction_bias") else dtype  # small differences between scores choose experts
 
 
 def load_float(folder: Path, dtype: Any) -> tuple[ModelConfig, DecoderParams, FloatExperts]:
@@ -54,9 +58,9 @@ def load_float(folder: Path, dtype: Any) -> tuple[ModelConfig, DecoderParams, Fl
     )
     weights = empty((cfg.num_moe_layers, cfg.num_experts, 3, cfg.expert_size, cfg.width), np.float32)
     for i, layer in enumerate(_moe_layers(cfg)):
-        for expert, names in enumerate(expert_names(fam, cfg, layer)):
-            weights[i, expert] = read_expert(checkpoint, names)
-    return cfg, params, FloatExperts(to_device(weights))
+        for expert in range(cfg.num_experts):
+            weights[i, expert] = fam.read_expert(checkpoint, cfg, layer, expert)
+    return cfg, params, FloatExperts(to_device(weights), cfg.swiglu_limit)
 
 
 def _moe_layers(cfg: ModelConfig) -> list[int]:
@@ -96,6 +100,7 @@ def load_split(
         executor=executor,
         base_kernel="host" if jax.default_backend() == "cpu" and executor != "reference" else "reference",
         exact=exact,
+        swiglu_limit=cfg.swiglu_limit,
     )
     if experts.store >= 0:
         weakref.finalize(experts, _host.close_store, experts.store)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from rapidmoe_jax import residual
+from rapidmoe_jax.activation import gated
 from rapidmoe_jax.experts import FloatExperts, SplitExperts
 from rapidmoe_jax.host_kernels import ops
 from rapidmoe_jax.pallas import reference
@@ -55,6 +56,7 @@ def moe_layer(
     policy: Policy,
     context: StepContext,
     spent: Int32[Array, "*T"],
+    bias: Float[Array, "E F 2"] | None = None,
 ) -> tuple[Float[Array, "T D"], MoEStats]:
     """Run the routed experts of one layer.
 
@@ -64,15 +66,22 @@ def moe_layer(
       expert_ids, expert_weights: from the family's router.
       layer: counts layers with experts.
       spent: records that earlier layers of the step have read, as in MoEStats.units.
+      bias: of gate and up. (That of down does not depend on the experts' work: the caller adds it.)
     """
     x = x.astype(jnp.float32)
     expert_ids = jnp.where(context.live[:, None], expert_ids, -1)
     expert_weights = jnp.where(expert_ids >= 0, expert_weights, 0).astype(jnp.float32)
     if isinstance(experts, FloatExperts):
-        return float_experts(x, expert_ids, expert_weights, experts.weights[layer]), context.no_stats()
+        y = float_experts(x, expert_ids, expert_weights, experts.weights[layer], bias, experts.swiglu_limit)
+        return y, context.no_stats()
 
     base = ops if experts.base_kernel == "host" else reference
     u0, v0, h0 = base.base_gate_up(x, expert_ids, layer, experts)
+    if bias is not None:
+        near = jnp.where((expert_ids >= 0)[..., None, None], bias[jnp.maximum(expert_ids, 0)], 0).astype(jnp.float32)
+        u0, v0 = u0 + near[..., 0], v0 + near[..., 1]
+    if bias is not None or experts.swiglu_limit:
+        h0 = jnp.where((expert_ids >= 0)[..., None], gated(u0, v0, experts.swiglu_limit), 0)
     if experts.executor == "off" or isinstance(policy, NoCorrection):
         return base.base_down(h0, expert_ids, expert_weights, layer, experts), context.no_stats()
 
@@ -91,6 +100,7 @@ def moe_layer(
         layer=layer,
         calibration=experts.calibration,
         num_layers=experts.codes.shape[0],
+        swiglu_limit=experts.swiglu_limit,
         num_experts=experts.num_experts,
         record_bytes=experts.record_bytes,
         prefill=context.prefill,
@@ -152,23 +162,27 @@ def float_experts(
     expert_ids: Int32[Array, "T k"],
     expert_weights: Float[Array, "T k"],
     weights: Float[Array, "E 3 F D"],
+    bias: Float[Array, "E F 2"] | None = None,
+    swiglu_limit: float = 0.0,
 ) -> Float[Array, "T D"]:
     """Run unsplit experts. Few pairs: pair by pair; many: expert by expert over all tokens."""
+    shift = jnp.zeros((*weights.shape[::2], 2)) if bias is None else bias.astype(jnp.float32)
     if expert_ids.size < weights.shape[0]:
 
         def pair(total, args):
             token, expert, weight = args
-            w = weights[jnp.maximum(expert, 0)]
-            u, v = jnp.einsum("mfd,d->mf", w[:2], x[token], precision="highest")
-            return total.at[token].add(weight * jnp.matmul(jax.nn.silu(u) * v, w[2], precision="highest")), None
+            w, b = weights[jnp.maximum(expert, 0)], shift[jnp.maximum(expert, 0)]
+            u, v = jnp.einsum("mfd,d->mf", w[:2], x[token], precision="highest") + b.T
+            y = jnp.matmul(gated(u, v, swiglu_limit), w[2], precision="highest")
+            return total.at[token].add(weight * y), None
 
         tokens = jnp.repeat(jnp.arange(x.shape[0]), expert_ids.shape[1])
         return jax.lax.scan(pair, jnp.zeros_like(x), (tokens, expert_ids.reshape(-1), expert_weights.reshape(-1)))[0]
 
     def one(total, args):
-        expert, w = args
+        expert, w, b = args
         weight = jnp.where(expert_ids == expert, expert_weights, 0).sum(-1)
-        u, v = jnp.einsum("td,mfd->mtf", x, w[:2], precision="highest")
-        return total + weight[:, None] * jnp.matmul(jax.nn.silu(u) * v, w[2], precision="highest"), None
+        u, v = jnp.einsum("td,mfd->mtf", x, w[:2], precision="highest") + b.T[:, None]
+        return total + weight[:, None] * jnp.matmul(gated(u, v, swiglu_limit), w[2], precision="highest"), None
 
-    return jax.lax.scan(one, jnp.zeros_like(x), (jnp.arange(weights.shape[0]), weights))[0]
+    return jax.lax.scan(one, jnp.zeros_like(x), (jnp.arange(weights.shape[0]), weights, shift))[0]

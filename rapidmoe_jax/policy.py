@@ -1,7 +1,7 @@
 """UMIA: what a policy sees of a layer's step, and the importance of each unit. Pure; jit, vmap and scan compatible.
 
 Predicted squared error of unit j of a pair, from base activations and four stored norms (design page, section 2):
-    ne_j = h0^2 |R2|^2 + |B2|^2 mean(x^2) ((silu'(u0) v0)^2 |R1|^2 + silu(u0)^2 |R3|^2)
+    ne_j = h0^2 |R2|^2 + |B2|^2 mean(x^2) ((dh/du)^2 |R1|^2 + (dh/dv)^2 |R3|^2)       at u0, v0
 Importance = lambda_layer * (priority_token [/ |x_t|^2 if lambda is calibrated]) * weight^2 * ne_j. With a calibrated
 lambda it is in nats: the predicted part of the final KL that correcting the unit takes away.
 
@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num, Shaped
 
+from rapidmoe_jax.activation import gated_slopes
 from rapidmoe_jax.experts import Calibration
 
 Leaf = Any  # a jax.Array, or whatever JAX puts in its place in a pytree
@@ -45,7 +46,7 @@ _SHARED_FIELDS = ("spent", "layer", "calibration")
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[*TOKEN_FIELDS, *_SHARED_FIELDS],
-    meta_fields=["num_layers", "num_experts", "record_bytes", "prefill"],
+    meta_fields=["num_layers", "num_experts", "record_bytes", "swiglu_limit", "prefill"],
 )
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
@@ -70,7 +71,8 @@ class LayerStep:
     num_layers: int  # layers with experts, static
     num_experts: int  # E, static
     record_bytes: int  # host bytes a unit, static
-    prefill: bool  # static
+    swiglu_limit: float = 0.0  # of the experts' activation (activation.py), static
+    prefill: bool = False  # static
 
     @property
     def layer_weight(self) -> Leaf:
@@ -83,12 +85,10 @@ Policy = Callable[[LayerStep], Bool[Array, "T k F"]]
 
 def unit_error(step: LayerStep) -> Float[Array, "T k F"]:
     """Predict the squared error ne_j of each unit of each pair; 0 where there is no expert."""
-    sigmoid = jax.nn.sigmoid(step.u0)
-    silu = step.u0 * sigmoid
-    slope = sigmoid * (1 + step.u0 * (1 - sigmoid))
+    _, by_u, by_v = gated_slopes(step.u0, step.v0, step.swiglu_limit)
     r1, r3, r2, b2 = jnp.moveaxis(step.norms.astype(jnp.float32), -1, 0)
     mean_square = step.mean_square[:, None, None]
-    error = step.h0**2 * r2 + b2 * mean_square * ((slope * step.v0) ** 2 * r1 + silu**2 * r3)
+    error = step.h0**2 * r2 + b2 * mean_square * (by_u**2 * r1 + by_v**2 * r3)
     return jnp.where((step.expert_ids >= 0)[..., None], error, 0)
 
 

@@ -1,6 +1,6 @@
 """Run the residual correction of a critical set: delta[t] = sum of weight * (h_j W2_j - h0_j B2_j).
 
-    h_j = silu(u0_j + R1_j . x) * (v0_j + R3_j . x)
+    h_j = activation(u0_j + R1_j . x, v0_j + R3_j . x)      (silu(u) v, or activation.py's clamped form)
 
 Executors, one interface (start, then done; work between the two overlaps):
     host       XLA FFI into the C++ worker pool; CPU backend
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8, UInt32
 
+from rapidmoe_jax.activation import gated
 from rapidmoe_jax.config import GROUP_SIZE
 from rapidmoe_jax.experts import SplitExperts
 from rapidmoe_jax.host_kernels import _host
@@ -55,11 +56,11 @@ def done(pending: Pending, y_base: Float[Array, "T D"], experts: SplitExperts) -
 
 
 def _callback_delta(request: Correction, experts: SplitExperts) -> Float[Array, "T D"]:
-    store, exact = experts.store, experts.exact
+    store, exact, limit = experts.store, experts.exact, experts.swiglu_limit
 
     def run(*arrays):
         x, ids, weights, u0, v0, h0, mask, layer = (np.asarray(a) for a in arrays)
-        return _host.residual_delta(store, int(layer), exact, x, ids, weights, u0, v0, h0, mask)[0]
+        return _host.residual_delta(store, int(layer), exact, limit, x, ids, weights, u0, v0, h0, mask)[0]
 
     out = jax.ShapeDtypeStruct(request.x.shape, jnp.float32)
     return jax.pure_callback(run, out, *request, vmap_method="sequential")
@@ -91,7 +92,7 @@ def delta_reference(request: Correction, experts: SplitExperts) -> Float[Array, 
         record = records[request.layer, jnp.maximum(ids, 0)]
         du = jnp.einsum("kfd,d->kf", rows(record, "r1", r), x, precision="highest")
         dv = jnp.einsum("kfd,d->kf", rows(record, "r3", r), x, precision="highest")
-        h = jax.nn.silu(u0 + du) * (v0 + dv)
+        h = gated(u0 + du, v0 + dv, experts.swiglu_limit)
         g = jnp.where((ids >= 0)[:, None] & mask, weights[:, None], 0)
         b2 = rows(record, "b2", b)
         for_base = jnp.einsum("kf,kfd->d", g * (h - h0), b2, precision="highest")

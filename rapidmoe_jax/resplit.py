@@ -28,7 +28,7 @@ from rapidmoe_jax.expert_split import check_codes, split_expert
 from rapidmoe_jax.gptq import quantize_gptq, residual_gptq
 from rapidmoe_jax.host_kernels import _host, threads
 from rapidmoe_jax.models import family
-from rapidmoe_jax.source import check_tensors, expert_names, read_dense, read_expert
+from rapidmoe_jax.source import check_tensors, read_dense
 from rapidmoe_jax.store import COPIED_FILES, FORMAT_VERSION, METADATA, residual_header, save_item, sha256_of, write_json
 
 Progress = Callable[[int, int], None]  # steps done, steps in all: a layer, with calibration also a layer back
@@ -206,11 +206,10 @@ def _split_layer(job: _Job, layer: int) -> dict[str, Any]:
     base: dict[str, np.ndarray] = {}
     total = {"weight": 0.0, "base": 0.0, "rest": 0.0, "histogram": 0.0, "importance": 0.0}
     result, error = (np.zeros_like(text.x if text else ()) for _ in range(2))
-    names = expert_names(fam, cfg, layer)
 
     def one(expert: int):
         try:
-            w = read_expert(checkpoint, names[expert])
+            w = fam.read_expert(checkpoint, cfg, layer, expert)
             seen = layer_experts.see(expert, w) if layer_experts else None
             rows = w.reshape(-1, cfg.width)
             if job.quantizer is None:
@@ -225,7 +224,7 @@ def _split_layer(job: _Job, layer: int) -> dict[str, Any]:
             done = split_expert(w, spec, codes, residual, seen.h_x if seen else None)
             if text is None or seen is None:
                 return done, None
-            return done, (seen.rows, expert_damage(text, seen, w, done.base, done.arrays["norms"]))
+            return done, (seen.rows, expert_damage(text, expert, seen, w, done.base, done.arrays["norms"]))
         except ValueError as e:
             raise ValueError(f"layer {layer}, expert {expert}: {e}") from None
 

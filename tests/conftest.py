@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 import rapidmoe_jax
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.models import family
-from rapidmoe_jax.models.qwen_moe import expert_tensors, global_tensors, layer_tensors
 
 ORACLE = Path(__file__).parent / "oracle"
 TINY = {
@@ -39,12 +38,13 @@ TINY = {
 def write_tiny(folder: Path, seed: int = 0, **changes) -> Path:
     """Write a random checkpoint in the published layout, two shards with an index; returns the folder."""
     config = TINY | changes
-    cfg = family(config).read_config(config)
-    shapes = {name: shape for name, (_, shape) in global_tensors(cfg).items()}
+    fam = family(config)
+    cfg = fam.read_config(config)
+    shapes = {name: shape for name, (_, shape) in fam.global_tensors(cfg).items()}
     for layer in range(cfg.num_layers):
-        shapes |= {name: shape for name, (_, shape) in layer_tensors(cfg, layer).items()}
+        shapes |= {name: shape for name, (_, shape) in fam.layer_tensors(cfg, layer).items()}
         if cfg.moe_layers[layer]:
-            shapes |= {name: shape for _, _, name, shape in expert_tensors(cfg, layer)}
+            shapes |= fam.expert_shapes(cfg, layer)
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes.items():

@@ -113,7 +113,7 @@ def test_text_run_is_the_float_model(tiny, tmp_path):
         seen = damage.LayerExperts(text)
         for e in range(6):
             ours = seen.see(e, weights[moe, e])
-            d = damage.expert_damage(text, ours, weights[moe, e], changed[moe, e], np.ones((32, 4), np.float32))
+            d = damage.expert_damage(text, e, ours, weights[moe, e], changed[moe, e], np.ones((32, 4), np.float32))
             result[ours.rows] += d.result
             error[ours.rows] += d.error
         run.leave(layer, text, result, error)
@@ -173,7 +173,7 @@ def test_an_expert_that_saw_no_token_has_the_pooled_moments():
     unseen = experts.see(2, w)
     np.testing.assert_allclose(unseen.h_x, experts.pooled, rtol=1e-4, atol=1e-6)
     assert unseen.rows.size == 0 and np.trace(unseen.h_h) > 0
-    gone = damage.expert_damage(text, unseen, w, w, np.ones((8, 4), np.float32))
+    gone = damage.expert_damage(text, 0, unseen, w, w, np.ones((8, 4), np.float32))
     assert gone.result.shape == (0, 64) and gone.importance == 0
 
 
@@ -186,7 +186,7 @@ def test_predicted_damage_is_the_policies_importance():
     weights = rng.uniform(size=(9, 1)).astype(np.float32)
     square = rng.uniform(1, 2, 9).astype(np.float32)
     text = calibration.LayerText(x, x, square, np.zeros((9, 1), np.int32), weights, np.ones(9, bool))
-    found = damage.expert_damage(text, damage.LayerExperts(text).see(0, w), w, base, norms)
+    found = damage.expert_damage(text, 0, damage.LayerExperts(text).see(0, w), w, base, norms)
     u, v = (x @ base[m].T for m in (0, 1))
     step = make_step(tokens=9, slots=1, expert_ids=np.zeros((9, 1), np.int32), u0=u[:, None], v0=v[:, None],
                      h0=np.asarray(jax.nn.silu(u) * v)[:, None], norms=np.tile(norms, (9, 1, 1, 1)),

@@ -60,6 +60,6 @@ def test_damaged_records_give_numbers_and_no_crash(tokens, file, isa, tmp_path):
     u0, v0, h0 = ops.base_gate_up(step["x"], step["expert_ids"], jnp.int32(0), experts)
     request = ops.Correction(**step, u0=u0, v0=v0, h0=h0, critical_mask=jnp.ones(u0.shape, bool), layer=jnp.int32(0))
     args = (np.asarray(a) for a in request[:-1])
-    delta, records, _ = _host.residual_delta(store, 0, False, *args)
+    delta, records, _ = _host.residual_delta(store, 0, False, 0.0, *args)
     assert delta.shape == step["x"].shape
     assert records == len(np.unique(step["expert_ids"])) * CASE.units

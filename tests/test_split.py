@@ -10,7 +10,6 @@ from rapidmoe_jax import quant, resplit
 from rapidmoe_jax.checkpoint import Checkpoint
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.models import qwen_moe, read_config
-from rapidmoe_jax.source import expert_names, read_expert
 from rapidmoe_jax.store import SplitCheckpoint, restore_item
 
 
@@ -42,7 +41,7 @@ def test_base_plus_residual_gives_the_weights(tiny, tmp_path, base_bits, residua
         base = s.restore_base(layer)
         records = np.fromfile(s.residual_paths[moe], np.uint8, offset=4096).reshape(6, 32, at["bytes"])
         for e in (0, 5):
-            w = read_expert(source, expert_names(qwen_moe, cfg, layer)[e])
+            w = qwen_moe.read_expert(source, cfg, layer, e)
             for m, name in enumerate(("r1", "r3", "r2")):
                 codes = quant.unpack(base["codes"][e, m], bits=base_bits)
                 b = quant.dequantize(quant.Codes(codes, base["scale"][e, m], base["offset"][e, m]))

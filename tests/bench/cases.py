@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rapidmoe_jax.config import ModelConfig, SplitConfig
+from rapidmoe_jax.config import ModelConfig, RopeConfig, SplitConfig
 from rapidmoe_jax.expert_split import SplitExpert, split_expert
 from rapidmoe_jax.experts import Calibration, SplitExperts
 from rapidmoe_jax.host_kernels import _host
@@ -57,7 +57,7 @@ def model_config(case: Case, layers: int = 1) -> ModelConfig:
         norm_topk_prob=True,
         moe_layers=(True,) * layers,
         rms_norm_eps=1e-6,
-        rope_theta=1e4,
+        rope=RopeConfig(theta=1e4, size=16),
         tie_embeddings=True,
         max_positions=128,
     )

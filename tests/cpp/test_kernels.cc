@@ -164,7 +164,7 @@ struct Inputs {
   }
   ResidualRequest request(const ResidualShape& s, int64_t tokens, int64_t slots, bool exact) const {
     return {{tokens, slots, s.width, x.data(), experts.data()}, weights.data(), u0.data(), v0.data(), h0.data(),
-            mask.get(), {}, exact, false};
+            mask.get(), {}, exact, false, exact ? 0.0f : 0.5f};
   }
 };
 
