@@ -1,5 +1,6 @@
 """Flax model definitions. `family(model_type)` is the only registry: model_type -> the family's module."""
 
+import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,14 @@ def family(config: Mapping[str, Any]) -> ModuleType:
     if name not in FAMILIES:
         raise ValueError(f"config.json: model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
+    """Count a model's numbers: in the matrices of the routed experts, and in all else."""
+    fam = FAMILIES[cfg.model_type]
+    tables = [fam.global_tensors(cfg), *(fam.layer_tensors(cfg, layer) for layer in range(cfg.num_layers))]
+    experts = cfg.num_moe_layers * cfg.num_experts * 3 * cfg.expert_size * cfg.width
+    return experts, sum(math.prod(shape) for table in tables for _, shape in table.values())
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:

@@ -129,7 +129,7 @@ def run(
     most = model.max_step_bytes * len(prompts)
     if timed:
         policy = budget_policy(timed, model.cost, model.controller, most)
-    rows = [_Row(TextStream(model.codec, stop), len(p), []) for p in prompts]
+    rows = [_Row(TextStream(model.codec, stop, p), len(p), []) for p in prompts]
     cache = KVCache.allocate(model.config, len(rows), model.cache_len(rows, max_new_tokens), model.params.embed.dtype)
     logits, cache, prefill_stats = prefill(model, prompts, cache, policy)
     count = np.zeros(len(rows), np.int32)

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rapidmoe_jax.config import ModelConfig
 from rapidmoe_jax.generate import Generation
 from rapidmoe_jax.model import Model
+from rapidmoe_jax.models import count_parameters, read_config
 from rapidmoe_jax.store import SplitCheckpoint
 
 
@@ -38,6 +40,15 @@ def human_bytes(count: int | float) -> str:
         if count < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
+    raise AssertionError("unreachable")
+
+
+def human_count(count: int | float) -> str:
+    """Write a count with a decimal unit."""
+    for unit in ("", " k", " M", " G"):
+        if count < 1000 or unit == " G":
+            return f"{count:.3g}{unit}" if count < 1000 else f"{count:.0f}{unit}"
+        count /= 1000
     raise AssertionError("unreachable")
 
 
@@ -129,15 +140,41 @@ def frontier(result: dict[str, Any]) -> None:
     print_table(f"Over {result['tokens']} tokens, against the float model", header, rows)
 
 
+def architecture(cfg: ModelConfig, title: str) -> None:
+    """Print a model's sizes: layers, attention, experts, parameters, and what a token keeps in the cache."""
+    experts, other = count_parameters(cfg)
+    if c := cfg.latent:
+        attention = f"{cfg.num_heads} heads over one latent of {c.rank} and a rotated key of {c.rope_size}"
+    else:
+        attention = f"{cfg.num_heads} heads of {cfg.head_dim} over {cfg.num_kv_heads} of keys and values"
+    if cfg.windows:
+        attention += f"; {sum(w > 0 for w in cfg.windows)} layers see {max(cfg.windows)} tokens"
+    shared = f", and one of {cfg.shared_size} for every token" if cfg.shared_size else ""
+    cached = cfg.cache_elements
+    rows = [
+        ["family", cfg.model_type],
+        ["layers", f"{cfg.num_layers}, {cfg.num_moe_layers} with experts; width {cfg.width}"],
+        ["attention", attention],
+        ["experts", f"{cfg.num_experts} of {cfg.expert_size} units, {cfg.top_k} a token{shared}"],
+        ["parameters", f"{human_count(experts)} in routed experts, {human_count(other)} in all else"],
+        [
+            "cache",
+            f"{cached} numbers a token: {human_bytes(2 * cached)} in bfloat16, {human_bytes(4 * cached)} in float32",
+        ],
+        ["longest", f"{cfg.max_positions} tokens: {human_bytes(2 * cached * cfg.max_positions)} of cache in bfloat16"],
+    ]
+    print_table(title, ["", ""], rows)
+
+
 def checkpoint_info(checkpoint: SplitCheckpoint) -> None:
     """Print what is in a split checkpoint."""
+    architecture(read_config(checkpoint.metadata["config"]), str(checkpoint.folder))
     meta = checkpoint.metadata
-    config, layers = meta["config"], meta["layers"]
+    layers = meta["layers"]
     folder = checkpoint.folder
     tiers = {tier: sum(f.stat().st_size for f in (folder / tier).rglob("*") if f.is_file()) for tier in
              ("dense", "base", "residual")}  # fmt: skip
     rows = [
-        ["family", str(config["model_type"])],
         ["source", meta["source"]["folder"]],
         ["format", str(meta["format_version"])],
         ["quantiser", f"{meta['quantizer']}, groups of {meta['group_size']}"],
@@ -150,7 +187,7 @@ def checkpoint_info(checkpoint: SplitCheckpoint) -> None:
         ["calibration", f"{known['tokens']} tokens" if (known := checkpoint.calibration) else "none (lambda 1)"],
         *[[f"{tier} on disk", human_bytes(size)] for tier, size in tiers.items()],
     ]
-    print_table(str(folder), ["", ""], rows)
+    print_table("Split", ["", ""], rows)
     header = ["layer", "base", "base + residual", "KL of its base alone", "lambda"]
     table = [[str(r["layer"]), f"{r['base_error']:.4f}", f"{r['corrected_error']:.5f}"] for r in layers]
     if known:

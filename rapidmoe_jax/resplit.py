@@ -102,9 +102,10 @@ def split(
             back = _once(work / "reports" / f"back_{layer:03d}.json", lambda at=layer: {"damage": text.back(at)})
             reports[layer] |= back
         save_item(work / "dense" / "globals", read_dense(checkpoint, fam.global_tensors(cfg)))
-        for name in COPIED_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, work / name)
+        for path in (path for pattern in COPIED_FILES for path in source.glob(pattern)):
+            into = work / path.relative_to(source)
+            into.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, into)
         write_json(work / METADATA, _metadata(job, plan, reports))
         work.rename(out)
         for name in ("reports", "calibration"):

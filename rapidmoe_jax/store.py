@@ -28,12 +28,14 @@ from rapidmoe_jax.host_kernels import _host
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"
-COPIED_FILES = (
+COPIED_FILES = (  # patterns
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 
 

@@ -1,20 +1,22 @@
-"""Text to tokens and back: tokenizer files, chat templates, streaming without cut characters, stop strings."""
+"""Text to tokens and back: tokenizer files, streaming without cut characters, stop strings."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rapidmoe_jax.checkpoint import read_json
+from rapidmoe_jax.chat import ChatTemplate, Message, optional_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Tokens that give a reply its structure: part of the text even where the tokenizer calls them special.
+_MARKUP = frozenset(("<think>", "</think>", "<tool_call>", "</tool_call>",
+                     "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"))  # fmt: skip
+_PROMPT_TAIL = 6  # tokens of the prompt that decoding looks back on
 
 
 class TextCodec:
-    """A checkpoint folder's tokenizer, end-of-text tokens and chat template.
+    """A checkpoint folder's tokenizer, end-of-text tokens (eos_ids) and chat template.
 
     Raises ValueError if tokenizer.json is missing or has more tokens than the model.
     """
@@ -30,64 +32,54 @@ class TextCodec:
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
             raise ValueError(f"{path}: has {size} tokens, the model {vocab_size}; it belongs to another checkpoint")
-        settings = _optional_json(folder / "tokenizer_config.json")
-        generation = _optional_json(folder / "generation_config.json")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        eos = optional_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         self.eos_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        template = folder / "chat_template.jinja"
-        self.template = template.read_text(encoding="utf-8") if template.exists() else settings.get("chat_template")
-        self.special = {
-            key: value if isinstance(value, str) else value.get("content")
-            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (value := settings.get(key)) is not None
-        }
+        self.template = ChatTemplate(folder)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._markup = {i: t.content for i, t in added.items() if t.special and t.content in _MARKUP}
 
     def encode(self, text: str) -> list[int]:
         """Turn text into token ids, with the special tokens that the tokenizer itself adds."""
         return self.tokenizer.encode(text).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Turn token ids into text, without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """Write a conversation as a prompt: by the chat template if there is one, else as plain turns.
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Turn a conversation into the prompt for the assistant's next turn.
 
         Args:
-          messages: each with "role" (system, user, assistant) and "content".
-        Raises: ValueError with the template's own words if it refuses the conversation.
+          messages, options: see ChatTemplate.render.
         """
-        if not self.template:
-            turns = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages]
-            return "".join(turns) + "Assistant:"
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        text = self.template.render(messages, **options)  # which writes the special tokens itself
+        return self.tokenizer.encode(text, add_special_tokens=not self.template).ids
 
-        def refuse(message: str):
-            raise jinja2.TemplateError(message)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn token ids into text, without special tokens; bytes that are no UTF-8 become U+FFFD.
 
-        try:
-            return environment.from_string(self.template).render(
-                messages=list(messages), add_generation_prompt=True, raise_exception=refuse, **self.special
-            )
-        except jinja2.TemplateError as e:
-            raise ValueError(f"chat template: {e}") from None
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+        Tokens that structure a reply (thinking, channels, tool calls) are text, special or not.
+        """
+        text, run = "", []
+        for token in ids:
+            if token in self._markup:
+                text += self.tokenizer.decode(run) + self._markup[token]
+                run = []
+            else:
+                run.append(token)
+        return text + self.tokenizer.decode(run)
 
 
 class TextStream:
     """Text of one growing row of tokens, given out in pieces that are never taken back.
 
     Holds back a character whose bytes are not all there, and text that may be the start of a stop string.
+
+    Args:
+      prompt: what the row continues; its text is not given out, but decides whether a space begins the first word.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str]):
+    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int] = ()):
         self._codec, self._stop = codec, [s for s in stop if s]
-        self._ids: list[int] = []
+        self._ids = list(prompt[-_PROMPT_TAIL:])
         self._start = 0  # first token of the decoding window
-        self._read = 0  # tokens whose text has been taken
+        self._read = len(self._ids)  # tokens whose text has been taken
         self.text = ""  # all text so far, cut before a stop string
         self._given = 0  # characters given out
         self.stopped = False  # a stop string was found

@@ -71,8 +71,26 @@ def test_chat_keeps_the_conversation(demo_cache, capsys, monkeypatch):
     lines = iter(["Hello", "And then?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert run(capsys, "chat", "demo", "--max-new-tokens", 4, "--system", "Be kind")[0] == 0
-    assert prompts[0] == "System: Be kind\nUser: Hello\nAssistant:"
-    assert prompts[1].startswith(prompts[0]) and prompts[1].endswith("\nUser: And then?\nAssistant:")
+    codec = rapidmoe_jax.load("demo").codec
+    first, second = map(codec.decode, prompts)
+    assert first == "System: Be kind\nUser: Hello\nAssistant:"
+    assert second.startswith(first) and second.endswith("\nUser: And then?\nAssistant:")
+
+
+def test_chat_options_reach_the_template(tiny_split, tmp_path, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(rapidmoe_jax.chat.ChatTemplate, "render",
+                        lambda self, messages, **options: seen.append(options) or "x")  # fmt: skip
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "clock"}}]')
+    args = ("chat", tiny_split, "--max-new-tokens", 1, "--tools", tmp_path / "tools.json")
+    lines = iter(["Hello", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert run(capsys, *args, "--option", "enable_thinking=false", "--option", "reasoning_effort=high")[0] == 0
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    assert seen == [{"enable_thinking": False, "reasoning_effort": "high", "tools": tools}]
+    assert "wanted NAME=VALUE" in run(capsys, *args, "--option", "fast")[2]
+    (tmp_path / "tools.json").write_text("{}")
+    assert "wanted a JSON list" in run(capsys, *args)[2]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +98,8 @@ def test_chat_keeps_the_conversation(demo_cache, capsys, monkeypatch):
     [
         (("generate", "demo", "x", "--policy", "best"), "policy='best' is not understood"),
         (("generate", "nowhere", "x"), "nowhere: no such folder"),
-        (("info", "nowhere"), "nowhere/metadata.json: file not found"),
+        (("info", "nowhere"), "nowhere: no such folder, nor a named shape (deepseek-v3, "),
+        (("info", "deepseek-v3", "--verify"), "deepseek-v3 is no split checkpoint"),
         (("split", "nowhere", "out"), "nowhere: no such folder"),
         (("eval", "demo", "--fractions", "0.1,x"), "--fractions 0.1,x: wanted numbers"),
         (("eval", "demo", "--fractions", "1.1"), "policy='fraction=1.1' is not understood"),
