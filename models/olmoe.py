@@ -18,7 +18,6 @@ __all__ = ["expert_shapes", "global_tensors", "layer_tensors", "read_config", "r
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Turn a published config.json into a ModelConfig. Raises ValueError naming a missing or unsupported field."""
     c = ConfigReader(config)
-    c.refuse({"attention_bias": bool(config.get("attention_bias"))})
     common = c.common()
     return ModelConfig(
         **common,
@@ -27,6 +26,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         moe_layers=(True,) * common["num_layers"],
         qk_norm="full",
+        qkv_bias=bool(config.get("attention_bias")),
+        out_bias=bool(config.get("attention_bias")),
         clip_qkv=float(config.get("clip_qkv") or 0),
     )
 

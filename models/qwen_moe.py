@@ -21,7 +21,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """
     c = ConfigReader(config)
     qwen2 = config["model_type"] == "qwen2_moe"
-    c.refuse({name: bool(config.get(name)) for name in ("attention_bias", "use_sliding_window")})
+    c.refuse({"use_sliding_window": bool(config.get("use_sliding_window"))})
     common = c.common()
     dense, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step", 1))
     return ModelConfig(
@@ -31,7 +31,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         norm_topk_prob=bool(c.field("norm_topk_prob")),
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(common["num_layers"])),
         qk_norm="" if qwen2 else "head",
-        qkv_bias=qwen2 and bool(config.get("qkv_bias", True)),
+        qkv_bias=bool(config.get("qkv_bias", True) if qwen2 else config.get("attention_bias")),
+        out_bias=not qwen2 and bool(config.get("attention_bias")),
         shared_size=int(c.field("shared_expert_intermediate_size")) if qwen2 else 0,
         shared_gate=qwen2,
     )

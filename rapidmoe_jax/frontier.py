@@ -21,6 +21,7 @@ from rapidmoe_jax.bench import bench
 from rapidmoe_jax.evaluation import Text, check_text, compare_window, row
 from rapidmoe_jax.experts import FloatExperts, SplitExperts
 from rapidmoe_jax.model import Model
+from rapidmoe_jax.models.decoder import layer_runs
 from rapidmoe_jax.pallas.reference import dequantize_rows
 from rapidmoe_jax.policies import BudgetBytes, CorrectAll, Fraction, GlobalShare, NoCorrection, policy_name
 from rapidmoe_jax.policy import LayerStep, Number, Policy, choose_units
@@ -64,19 +65,23 @@ class WeightyExperts:
         return f"weight={float(self.weight):g}"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["share", "weights", "dots"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["share", "weights", "bias", "dots"], meta_fields=[])
 @dataclass(frozen=True)
 class Oracle:
     """Correct units above one threshold on their true error, lambda g^2 |h W2 - h0 B2|^2 / |x_t|^2."""
 
     share: Number
     weights: Any  # [L, E, 3, F, D] the float model's
+    bias: Any  # [L, E, F, 2] of gate and up; None = none
     dots: Any  # [L, E, F, 3] |W2|^2, W2 . B2, |B2|^2
 
     def __call__(self, step: LayerStep) -> Bool[Array, "T k F"]:
         """Choose the units."""
         ids = jnp.maximum(step.expert_ids, 0)
         u, v = jnp.einsum("tkmfd,td->mtkf", self.weights[step.layer, ids, :2], step.x)
+        if self.bias is not None:
+            bias = self.bias[step.layer, ids]
+            u, v = u + bias[..., 0], v + bias[..., 1]
         h, (w, wb, b) = gated(u, v, step.swiglu_limit), jnp.moveaxis(self.dots[step.layer, ids], -1, 0)
         error = h**2 * w - 2 * h * step.h0 * wb + step.h0**2 * b
         weight = step.priority / jnp.maximum(step.stream_square, 1e-30) * step.layer_weight
@@ -87,6 +92,13 @@ class Oracle:
 
     def __str__(self) -> str:
         return f"oracle={float(self.share):g}"
+
+
+def _expert_bias(reference: Model) -> Float[Array, "L E F 2"] | None:
+    if not reference.config.expert_bias:
+        return None
+    states = zip(layer_runs(reference.config), reference.params.runs, strict=True)
+    return jnp.concatenate([state["mlp"]["gate_up_bias"][...] for (moe, _, _), state in states if moe])
 
 
 def _second_dots(weights: Float[Array, "L E 3 F D"], experts: SplitExperts) -> Float[Array, "L E F 3"]:
@@ -111,7 +123,7 @@ def curves(model: Model, reference: Model) -> dict[str, list[Policy]]:
         "fraction a layer": [Fraction(s) for s in SHARES],
         "budget_bytes a step": [BudgetBytes(s * model.max_step_bytes) for s in SHARES],
         "share (importance)": [GlobalShare(s) for s in SHARES],
-        "oracle importance": [Oracle(s, weights, dots) for s in SHARES],
+        "oracle importance": [Oracle(s, weights, _expert_bias(reference), dots) for s in SHARES],
     }
 
 

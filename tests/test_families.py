@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import rapidmoe_jax
+from rapidmoe_jax.cli import main
 from rapidmoe_jax.models import FAMILIES, read_config
 from rapidmoe_jax.models.decoder import abstract_layer, layer_runs
 
@@ -75,38 +76,39 @@ def test_every_family_has_an_oracle_or_a_layout_of_one():
     assert set(FAMILIES) - covered == {"kimi_k2", "glm4_moe"}  # in the layout of deepseek_v3
 
 
-# Mean KL to the reference, every unit corrected, 4+4 bits, over all three inputs: about twice what was measured on
-# 2026-12-07. Where a close choice of experts flips, one token alone makes most of it: the median is a tenth.
+# Mean KL to the float model over input 0, every unit corrected, 4+4 bits: about twice what was measured on 2026-12-07.
+# Where a close choice of experts flips (DeepSeek's groups), one token alone makes most of it.
 MEAN_KL = {
-    "deepseek_v3": 2e-2,
-    "deepseek_v3_fp8": 4e-2,
+    "deepseek_v3": 3e-2,
+    "deepseek_v3_fp8": 1e-3,
     "deepseek_v3_noqlora": 2e-2,
-    "gpt_oss": 3e-3,
-    "gpt_oss_mxfp4": 3e-3,
-    "mixtral": 8e-3,
+    "gpt_oss": 2e-3,
+    "gpt_oss_mxfp4": 1e-3,
+    "mixtral": 1e-3,
     "olmoe": 1e-3,
     "qwen2_moe": 1e-3,
-    "qwen3_moe": 3e-3,
+    "qwen3_moe": 1e-3,
 }
-MEDIAN_KL = 1e-3
 
 
-def token_kl(model, expected) -> np.ndarray:
-    """KL of each token's prediction from the reference's, nats."""
-    kl = []
-    for i in range(3):
-        p, q = (jax.nn.log_softmax(a) for a in (expected[f"logits_{i}"], model.logits(expected[f"ids_{i}"])))
-        kl.append(np.asarray((jnp.exp(p) * (p - q)).sum(-1)))
-    return np.concatenate(kl)
+def test_commands_on_a_split(family, tmp_path, capsys):
+    """split, info, generate and eval; with every unit corrected a 4+4 split is close to the float model."""
+    name, reference, expected = family
+    source, out, ids = ORACLE / name, tmp_path / "out", expected["ids_0"]
+    np.save(tmp_path / "ids.npy", ids)
 
+    def command(*args) -> str:
+        status = main([str(a) for a in args])
+        text = capsys.readouterr()
+        assert status == 0, text.err
+        return text.out
 
-def test_split_with_every_unit_corrected_is_close_to_float(family, tmp_path):
-    name, _, expected = family
-    out = rapidmoe_jax.split(ORACLE / name, tmp_path / "out", base_bits=4)
-    model = rapidmoe_jax.load(out, policy="all", exact=True)
-    corrected = token_kl(model, expected)
-    model.policy = "none"
-    base = token_kl(model, expected)
-    print(f"{name}: mean {corrected.mean():.1e}, median {np.median(corrected):.1e}, base alone {np.median(base):.1e}")
-    assert corrected.mean() < MEAN_KL[name] and np.median(corrected) < MEDIAN_KL
-    assert np.median(base) > 20 * np.median(corrected)
+    assert f"{reference.config.cache_elements} numbers a token" in command("split", source, out, "--base-bits", 4)
+    assert reference.config.model_type in command("info", out, "--verify")
+    result = json.loads(command("generate", out, "The router", "--max-new-tokens", 4, "--json"))
+    assert len(result["tokens"]) == 4 or result["finish_reason"] == "eos"
+    result = json.loads(command("eval", out, "--tokens", tmp_path / "ids.npy", "--window", len(ids) - 1,
+                                "--windows", 1, "--fractions", "", "--exact", "--json"))  # fmt: skip
+    base, corrected = (row["kl"] for row in result["rows"])
+    print(f"{name}: {corrected:.1e}, base alone {base:.1e}")
+    assert corrected < MEAN_KL[name] and corrected < base / 3
