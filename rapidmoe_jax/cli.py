@@ -3,7 +3,9 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import rapidmoe_jax
 from rapidmoe_jax import commands
@@ -18,6 +20,17 @@ from rapidmoe_jax.quant import QUANTIZERS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, or 1 after an error message, 130 after an interrupt."""
     args = _parser().parse_args(argv)
+
+    def show_warning(message: Warning | str, *_: Any) -> None:
+        print(f"rapidmoe {args.command}: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        # Without the line of code it came from.
+        warnings.showwarning = show_warning  # pyrefly: ignore[bad-assignment]
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         if isa := os.environ.get("RAPIDMOE_ISA"):
             select_isa(isa)

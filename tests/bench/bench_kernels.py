@@ -1,6 +1,6 @@
 """Time the host kernels on one layer of a published shape, against this machine's read bandwidth.
 
-    python tests/bench/bench_kernels.py [--shape qwen3-30b] [--base-bits 3] [--residual-bits 4] [--threads N]
+    python tests/bench/bench_kernels.py [--shape qwen3-30b-a3b] [--base-bits 3] [--residual-bits 4] [--threads N]
 
 Prints conditions, the ceiling (a plain vector sum over a buffer larger than the caches, same threads), then for each
 kernel: time, bytes of codes and scales read a second, share of the ceiling, and XLA's time where there is a twin.
@@ -18,11 +18,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import BENCH_CASES, random_experts, random_step
+from cases import published_case, random_experts, random_step
 
 from rapidmoe_jax.bench import machine
 from rapidmoe_jax.config import SplitConfig
 from rapidmoe_jax.host_kernels import _host, ops, set_threads
+from rapidmoe_jax.models.shapes import SHAPES
 from rapidmoe_jax.pallas import reference
 
 SHARES = (0.15, 0.25, 1.0)
@@ -78,14 +79,14 @@ def measure_overlap(correct, requests, experts, repeats: int) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=[c.name for c in BENCH_CASES], default="qwen3-30b")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--base-bits", type=int, default=3)
     parser.add_argument("--residual-bits", type=int, default=4)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    case = next(c for c in BENCH_CASES if c.name == args.shape)
+    case = published_case(args.shape)
     spec = SplitConfig(base_bits=args.base_bits, residual_bits=args.residual_bits)
     set_threads(args.threads)
     where = machine()

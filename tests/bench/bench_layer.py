@@ -1,6 +1,6 @@
 """Time one whole mixture-of-experts layer on the host: ours at several bit widths, and KTransformers' kt-kernel.
 
-    python tests/bench/bench_layer.py [--shape qwen3-30b] [--tokens 1 4 16 128] [--threads N]
+    python tests/bench/bench_layer.py [--shape qwen3-30b-a3b] [--tokens 1 4 16 128] [--threads N]
 
 "3+4 all" corrects every unit (base 3 bits, residual 4 bits), "4 none" runs a plain 4-bit base. kt-kernel is measured
 where it is importable (pip install kt-kernel; it wants torch), on random weights in its GGUF formats and, with AMX, in
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_kernels import STEPS, median_s
-from cases import BENCH_CASES, Case, random_experts, random_step
+from cases import Case, published_case, random_experts, random_step
 
 from rapidmoe_jax.bench import machine
 from rapidmoe_jax.config import SplitConfig
 from rapidmoe_jax.host_kernels import _host, ops, set_threads
+from rapidmoe_jax.models.shapes import SHAPES
 
 OURS = {"3+4 all": (3, 4, True), "2+2 all": (2, 2, True), "4 none": (4, 4, False), "3+4 none": (3, 4, False)}
 KT_FORMATS = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q2_K": (256, 84)}  # weights and bytes of a block
@@ -132,12 +133,12 @@ def kt_kernel(case: Case, tokens: list[int], repeats: int, threads: int) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=[c.name for c in BENCH_CASES], default="qwen3-30b")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16, 128])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    case = next(c for c in BENCH_CASES if c.name == args.shape)
+    case = published_case(args.shape)
     threads = set_threads(args.threads)
     where = machine()
     print(f"{where['cpu']}, {where['threads']} threads, {where['isa']}, jax {where['jax']}")

@@ -12,6 +12,7 @@ from rapidmoe_jax.expert_split import SplitExpert, split_expert
 from rapidmoe_jax.experts import Calibration, SplitExperts
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.memory import empty, to_device
+from rapidmoe_jax.models.shapes import named_shape
 from rapidmoe_jax.policy import LayerStep
 from rapidmoe_jax.quant import dequantize, quantize_nested, quantize_residual
 from rapidmoe_jax.store import residual_header
@@ -26,6 +27,7 @@ class Case:
     units: int  # F
     experts: int  # E
     top_k: int  # k
+    swiglu_limit: float = 0.0
 
 
 # Small, for tests: one group, an odd number of units, more experts than pairs.
@@ -34,10 +36,12 @@ TEST_CASES = (
     Case("odd-units", 192, 33, 4, 3),
     Case("many-experts", 128, 16, 40, 2),
 )
-QWEN3_30B = Case("qwen3-30b", 2048, 768, 128, 8)
-QWEN3_235B = Case("qwen3-235b", 4096, 1536, 128, 8)
-DEEPSEEK_V3 = Case("deepseek-v3", 7168, 2048, 256, 8)
-BENCH_CASES = (QWEN3_30B, QWEN3_235B, DEEPSEEK_V3)
+
+
+def published_case(name: str) -> Case:
+    """Give the expert layer of a published model (models/shapes.py)."""
+    cfg = named_shape(name)
+    return Case(name, cfg.width, cfg.expert_size, cfg.num_experts, cfg.top_k, cfg.swiglu_limit)
 
 
 def model_config(case: Case, layers: int = 1) -> ModelConfig:
@@ -113,8 +117,9 @@ def random_experts(
         record_bytes=_host.record_layout(spec.base_bits, spec.residual_bits, case.width)["bytes"],
         store=store,
         executor=executor,
-        base_kernel="reference" if executor == "reference" else "host",
+        base_kernel="host" if jax.default_backend() == "cpu" and executor != "reference" else "reference",
         exact=exact,
+        swiglu_limit=case.swiglu_limit,
     )
     return experts, weights
 
