@@ -8,6 +8,7 @@
 
 #include "ffi_cpu.h"
 #include "jobs.h"
+#include "nested.h"
 #include "runtime.h"
 #include "topology.h"
 
@@ -55,6 +56,31 @@ Array<float> dequantize_rows(int bits, Array<uint8_t> codes, Array<uint16_t> sca
     active_rows().dequantize[bits](
         {codes.data(i, 0), scale.data(i, 0), symmetric ? nullptr : offsets.data(i, 0)}, d, out.mutable_data(i, 0));
   return out;
+}
+
+// One expert [3, F, D] without data: (codes, scale, offset, norms [F, 4], records, sums [F, 3]); scales as bits of half.
+py::tuple split_expert(Array<float> weights, int base_bits, int residual_bits) {
+  if (weights.ndim() != 3 || weights.shape(0) != 3 || weights.shape(2) % kGroup || base_bits < 2 || base_bits > 4 ||
+      (residual_bits != 2 && residual_bits != 4))
+    throw std::invalid_argument("split_expert: weights [3, F, D] with D a multiple of 64, bits 2-4 and 2 or 4 wanted");
+  const int64_t units = weights.shape(1), d = weights.shape(2), groups = d / kGroup;
+  const int64_t record = RecordLayout(base_bits, residual_bits, d).bytes;
+  Array<uint8_t> codes({int64_t(3), units, row_bytes(base_bits, d)}), records({units, record});
+  Array<uint16_t> scale({int64_t(3), units, groups}), offset({int64_t(3), units, groups});
+  Array<float> norms({units, int64_t(4)});
+  Array<double> sums({units, int64_t(3)});
+  std::fill_n(records.mutable_data(), records.size(), uint8_t(0));
+  const NestedSplit job = {weights.data(), units, d, base_bits, residual_bits, codes.mutable_data(),
+                           scale.mutable_data(), offset.mutable_data(), records.mutable_data(), norms.mutable_data(),
+                           sums.mutable_data()};
+  constexpr int64_t kPart = 8;  // units
+  {
+    py::gil_scoped_release release;
+    Pool::instance().run((units + kPart - 1) / kPart, [&](int64_t part) {
+      split_nested(job, part * kPart, std::min(units, (part + 1) * kPart));
+    });
+  }
+  return py::make_tuple(codes, scale, offset, norms, records, sums);
 }
 
 // Bytes per second of a plain vector sum over `data`, all threads of the pool, best of `repeats`.
@@ -117,5 +143,6 @@ PYBIND11_MODULE(_host, m) {
   m.def("residual_delta", &residual_delta);
   m.def("jobs_in_flight", [] { return Jobs::instance().in_flight(); });
   m.def("dequantize_rows", &dequantize_rows);
+  m.def("split_expert", &split_expert);
   m.def("read_bandwidth", &read_bandwidth);
 }

@@ -16,7 +16,7 @@ class SplitExpert(NamedTuple):
 
     arrays: dict[str, np.ndarray]  # codes [3, F, P], scale and offset [3, F, G], norms [F, 4] bfloat16
     records: UInt8[np.ndarray, "F R"]  # host_kernels/layout.h
-    base: Float[np.ndarray, "3 F D"]  # dequantised
+    base: Float[np.ndarray, "3 F D"] | None  # dequantised; None from split_nested
     sums: dict[str, float]  # squared sums: weights, the base's error, the error left after the residual
 
 
@@ -62,6 +62,19 @@ def split_expert(
     return SplitExpert(arrays, records, base_w.reshape(w.shape), sums)
 
 
+def split_nested(w: Float[np.ndarray, "3 F D"], spec: SplitConfig) -> SplitExpert:
+    """Split one expert without data, by the host kernels: split_expert of quantize_nested and quantize_residual.
+
+    Codes, scales and records bit for bit, norms up to rounding. Raises ValueError if scales do not fit half precision.
+    """
+    codes, scale, offset, norms, records, sums = _host.split_expert(w, spec.base_bits, spec.residual_bits)
+    scale, offset = scale.view(np.float16), offset.view(np.float16)
+    _check_scales(scale, offset, w)
+    arrays = {"codes": codes, "scale": scale, "offset": offset, "norms": norms.astype(ml_dtypes.bfloat16)}
+    weight, base, rest = sums.sum(0).tolist()
+    return SplitExpert(arrays, records, None, {"weight": weight, "base": base, "rest": rest})
+
+
 def check_codes(base: quant.Codes, rows: np.ndarray, spec: SplitConfig) -> None:
     """Raise ValueError for codes that do not fit: a quantiser's fault, or weights beyond half-precision scales."""
     groups = (rows.shape[0], rows.shape[1] // GROUP_SIZE)
@@ -73,8 +86,12 @@ def check_codes(base: quant.Codes, rows: np.ndarray, spec: SplitConfig) -> None:
         )
     if base.code.max() >= 2**spec.base_bits:
         raise ValueError(f"the quantiser gave a code {base.code.max()}, wanted less than {2**spec.base_bits}")
-    if not (np.isfinite(base.scale).all() and np.isfinite(base.offset).all()):
-        raise ValueError(f"weights up to {np.abs(rows).max():g} do not fit half-precision scales; rescale the model")
+    _check_scales(base.scale, base.offset, rows)
+
+
+def _check_scales(scale: np.ndarray, offset: np.ndarray, w: np.ndarray) -> None:
+    if not (np.isfinite(scale).all() and np.isfinite(offset).all()):
+        raise ValueError(f"weights up to {np.abs(w).max():g} do not fit half-precision scales; rescale the model")
 
 
 def pack_records(

@@ -24,7 +24,7 @@ from rapidmoe_jax.calibration import TextRun, read_calibration
 from rapidmoe_jax.checkpoint import Checkpoint, read_json
 from rapidmoe_jax.config import GROUP_SIZE, VERSION, ModelConfig, SplitConfig
 from rapidmoe_jax.damage import LayerExperts, expert_damage, summary
-from rapidmoe_jax.expert_split import check_codes, split_expert
+from rapidmoe_jax.expert_split import check_codes, split_expert, split_nested
 from rapidmoe_jax.gptq import quantize_gptq, residual_gptq
 from rapidmoe_jax.host_kernels import _host, threads
 from rapidmoe_jax.models import family
@@ -211,6 +211,8 @@ def _split_layer(job: _Job, layer: int) -> dict[str, Any]:
     def one(expert: int):
         try:
             w = fam.read_expert(checkpoint, cfg, layer, expert)
+            if job.quantizer is quant.quantize_nested and layer_experts is None:
+                return split_nested(w, spec), None
             seen = layer_experts.see(expert, w) if layer_experts else None
             rows = w.reshape(-1, cfg.width)
             if job.quantizer is None:
@@ -223,7 +225,7 @@ def _split_layer(job: _Job, layer: int) -> dict[str, Any]:
                 check_codes(codes, rows, spec)
                 residual = quant.quantize_residual(rows - quant.dequantize(codes), bits=spec.residual_bits)
             done = split_expert(w, spec, codes, residual, seen.h_x if seen else None)
-            if text is None or seen is None:
+            if text is None or seen is None or done.base is None:
                 return done, None
             return done, (seen.rows, expert_damage(text, expert, seen, w, done.base, done.arrays["norms"]))
         except ValueError as e:

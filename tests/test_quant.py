@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 
 from rapidmoe_jax import quant
+from rapidmoe_jax.config import SplitConfig
+from rapidmoe_jax.expert_split import split_expert, split_nested
 from rapidmoe_jax.host_kernels import _host
 from rapidmoe_jax.pallas.reference import dequantize_rows, unpack_codes
 
@@ -80,3 +82,41 @@ def test_constant_and_tiny_groups_survive(scheme, w):
     code, scale = quant.quantize_residual(rest, bits=4)
     rest = rest - quant.dequantize_residual(code, scale, bits=4)
     assert np.abs(rest).max() <= 0.01 * np.abs(w).max() + 1e-6
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 2), (2, 4), (3, 4), (4, 4)])
+@pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "tiny", "one sign", "large"])
+def test_nested_split_in_cpp_is_the_one_in_numpy(bits, kind):
+    """Bit for bit: codes, scales, offsets, records; norms to the rounding of bfloat16."""
+    rng = np.random.default_rng(3)
+    w = rng.normal(0, 0.05, (3, 11, 192)).astype(np.float32)  # units are no multiple of a part
+    if kind == "outliers":
+        w[rng.random(w.shape) < 0.02] *= 40
+    elif kind == "one sign":
+        w = np.abs(w) + 0.01
+    w *= {"zeros": 0.0, "tiny": 1e-5, "large": 1e5}.get(kind, 1.0)
+    spec = SplitConfig(base_bits=bits[0], residual_bits=bits[1])
+    rows = w.reshape(-1, 192)
+    base = quant.quantize_nested(rows, bits=bits[0], residual_bits=bits[1])
+    rest = quant.quantize_residual(rows - quant.dequantize(base), bits=bits[1])
+    wanted, got = split_expert(w, spec, base, rest), split_nested(w, spec)
+    for name in ("codes", "scale", "offset"):
+        np.testing.assert_array_equal(got.arrays[name], wanted.arrays[name])
+    np.testing.assert_array_equal(got.records, wanted.records)
+    a, b = (s.arrays["norms"].astype(np.float32) for s in (got, wanted))
+    np.testing.assert_allclose(a, b, rtol=2**-7)
+    for name, value in wanted.sums.items():
+        assert got.sums[name] == pytest.approx(value, rel=1e-4, abs=1e-12)
+
+
+def test_weights_beyond_half_precision_are_refused():
+    w = np.zeros((3, 2, 64), np.float32)
+    w[1, 1, 3] = 3e6
+    with pytest.raises(ValueError, match="weights up to 3e.06 do not fit half-precision scales"):
+        split_nested(w, SplitConfig(base_bits=2, residual_bits=2))
+
+
+def test_cpp_refuses_shapes_it_cannot_split():
+    for shape, bits in (((2, 3, 64), (3, 4)), ((3, 3, 65), (3, 4)), ((3, 3, 64), (5, 4)), ((3, 3, 64), (3, 3))):
+        with pytest.raises(ValueError, match="split_expert: weights"):
+            _host.split_expert(np.zeros(shape, np.float32), *bits)
